@@ -1,0 +1,72 @@
+//! The artifact: a folder with the step's graphs, their weights, a tokenizer and a manifest that
+//! says what they are.
+//!
+//! [`export`] writes one from a checkpoint, complete or not at all; [`Artifact::open`] reads one
+//! back and runs it on the graph evaluator.
+
+mod evaluator;
+mod export;
+mod manifest;
+mod open;
+mod sharded;
+
+pub use evaluator::EvaluatorRunner;
+pub use export::{ExportRequest, export};
+pub use manifest::{
+    DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry, GraphRole, HeadSource,
+    KvBytesEntry, MANIFEST, Manifest, ModelEntry,
+};
+pub use open::{Artifact, ArtifactEmbedding};
+pub use sharded::{HeadRunner, ShardedRunner};
+
+use firesteel_checkpoint::CheckpointError;
+use firesteel_export::ExportError;
+use firesteel_graph::GraphError;
+use firesteel_onnx::OnnxError;
+use firesteel_step::StepError;
+use std::path::PathBuf;
+
+/// What can go wrong with an artifact.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArtifactError {
+    /// A file could not be read or written; the message names it.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The graph cannot be made.
+    #[error(transparent)]
+    Export(#[from] ExportError),
+    /// A model file cannot be written or read.
+    #[error(transparent)]
+    Onnx(#[from] OnnxError),
+    /// The options or the manifest make no step.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// The manifest is not understood.
+    #[error("{}: {problem}", file.display())]
+    Manifest {
+        /// The manifest.
+        file: PathBuf,
+        /// What is wrong, and what is accepted.
+        problem: String,
+    },
+    /// A file of the folder is not what the manifest says.
+    #[error("{}: {problem}", file.display())]
+    Content {
+        /// The file.
+        file: PathBuf,
+        /// What differs.
+        problem: String,
+    },
+    /// The graph in a file is not valid.
+    #[error("{}: {source}", file.display())]
+    Graph {
+        /// The model file.
+        file: PathBuf,
+        /// The violation.
+        source: Box<GraphError>,
+    },
+}

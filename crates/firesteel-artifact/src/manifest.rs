@@ -1,0 +1,261 @@
+use crate::ArtifactError;
+use firesteel_checkpoint::LayerKind;
+use firesteel_export::{ExportOptions, WideTensors};
+use firesteel_step::{Logits, StepSpec};
+use firesteel_tensor::DType;
+use fs_err as fs;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::ops::Range;
+use std::path::Path;
+
+/// Name of the manifest in the folder.
+pub const MANIFEST: &str = "manifest.json";
+
+/// Version of the manifest's layout that is written and read.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// Largest manifest that is read.
+const MANIFEST_LIMIT: u64 = 64 << 20;
+
+/// What an artifact is. Everything in it follows from the checkpoint and the options, so equal
+/// exports have equal manifests.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Always `firesteel-artifact`.
+    pub format: String,
+    /// [`FORMAT_VERSION`].
+    pub format_version: u32,
+    /// Version of the program that wrote it.
+    pub tool_version: String,
+    /// The model.
+    pub model: ModelEntry,
+    /// Options of the export.
+    pub options: ExportOptions,
+    /// ONNX opset of every graph.
+    pub opset: i64,
+    /// Contract of the step's own graph. With a sharded head its first output is the hidden
+    /// state, and [`Manifest::contract`] is what the graphs do together.
+    pub step: StepSpec,
+    /// Kind of each layer of the slice.
+    pub layer_types: Vec<LayerKind>,
+    /// Where the vocabulary projection comes from; `None` without one.
+    pub head: Option<HeadSource>,
+    /// Inputs of the full contract that this slice has no use for.
+    pub unused_inputs: Vec<String>,
+    /// Which tensors are kept wider than the rest, and why.
+    pub wide: WideTensors,
+    /// Memory of the KV cache.
+    pub kv_bytes: KvBytesEntry,
+    /// The graphs, the step first, then the parts of the head.
+    pub graphs: Vec<GraphEntry>,
+    /// Files with the weights.
+    pub data: Vec<DataEntry>,
+    /// Where a host finds the embedding table; `None` when the artifact holds none.
+    pub embedding: Option<EmbeddingEntry>,
+    /// Other files that were copied from the checkpoint.
+    pub copied: Vec<FileHash>,
+}
+
+/// Which model an artifact was made from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelEntry {
+    /// `model_type` of config.json.
+    pub model_type: String,
+    /// SHA-256 of config.json; `None` for a preset.
+    pub config_sha256: Option<String>,
+    /// Files with the checkpoint's weights; empty for random weights.
+    pub checkpoint: Vec<FileHash>,
+    /// Seed of random weights; such an artifact is for profiling only.
+    pub random_seed: Option<u64>,
+    /// Checkpoint tensors that the graphs hold.
+    pub tensors_read: usize,
+    /// Number of the model's layers, of which the artifact may be a slice.
+    pub num_layers: usize,
+    /// Ids that end a sequence.
+    pub eos_token_ids: Vec<u32>,
+}
+
+/// A file's identity.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileHash {
+    /// Bare name.
+    pub name: String,
+    /// Length.
+    pub bytes: u64,
+    /// SHA-256, in hexadecimal.
+    pub sha256: String,
+}
+
+/// Where the vocabulary projection comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HeadSource {
+    /// The embedding.
+    Tied,
+    /// A tensor of its own.
+    Stored,
+}
+
+/// Memory of the KV cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvBytesEntry {
+    /// Bytes of the caches with each layer's own length.
+    pub hybrid: u64,
+    /// Bytes if every layer kept the whole context.
+    pub uniform: u64,
+    /// The difference.
+    pub saved: u64,
+    /// Bytes of an element in the three numbers above: 16-bit entries, as on a phone.
+    pub bytes_per_element: usize,
+    /// Bytes of this graph's own cache inputs, in its own element type.
+    pub graph_inputs: u64,
+}
+
+/// What a graph does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GraphRole {
+    /// The step.
+    Step,
+    /// A part of the vocabulary projection: the hidden state in, logits of these rows out.
+    Head {
+        /// Vocabulary rows.
+        rows: Range<usize>,
+    },
+}
+
+/// One graph.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GraphEntry {
+    /// Bare name of the model file.
+    pub file: String,
+    /// What it does.
+    pub role: GraphRole,
+    /// Length of the model file.
+    pub bytes: u64,
+    /// SHA-256 of the model file, which has the weights' places but not the weights.
+    pub sha256: String,
+    /// Names of the values after each layer, for checking.
+    pub layer_hidden: Vec<String>,
+    /// Number of nodes of each operator.
+    pub op_counts: BTreeMap<String, usize>,
+}
+
+/// A file with weights.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataEntry {
+    /// Bare name.
+    pub file: String,
+    /// Length.
+    pub bytes: u64,
+}
+
+/// The embedding table in the artifact.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum EmbeddingEntry {
+    /// A raw file, row-major from byte 0.
+    File {
+        /// Bare name.
+        file: String,
+        /// Element type.
+        dtype: DType,
+        /// Rows and columns.
+        shape: [usize; 2],
+    },
+    /// The tied head's initializer in the step's graph.
+    Initializer {
+        /// Its name.
+        name: String,
+        /// Element type.
+        dtype: DType,
+        /// Rows and columns.
+        shape: [usize; 2],
+    },
+}
+
+impl Manifest {
+    /// What the graphs do together: the step's contract with logits, where a sharded head makes
+    /// them.
+    ///
+    /// # Errors
+    /// When the step's geometry is impossible.
+    pub fn contract(&self) -> Result<StepSpec, ArtifactError> {
+        if self.graphs.len() > 1 {
+            Ok(self.step.with_logits(self.options.logits)?)
+        } else {
+            Ok(self.step.clone())
+        }
+    }
+
+    /// Whether the artifact yields logits.
+    pub fn has_head(&self) -> bool {
+        self.options.logits != Logits::Hidden
+    }
+
+    /// Reads and checks the manifest of a folder.
+    ///
+    /// # Errors
+    /// When it is missing, too large, not of this format and version, or contradicts itself.
+    pub fn read(folder: &Path) -> Result<Self, ArtifactError> {
+        let file = folder.join(MANIFEST);
+        let problem = |problem: String| ArtifactError::Manifest { file: file.clone(), problem };
+        let mut text = Vec::new();
+        fs::File::open(&file)?.take(MANIFEST_LIMIT + 1).read_to_end(&mut text)?;
+        if text.len() as u64 > MANIFEST_LIMIT {
+            return Err(problem(format!("is larger than {MANIFEST_LIMIT} bytes")));
+        }
+        #[derive(Deserialize)]
+        struct Version {
+            format: Option<String>,
+            format_version: Option<u32>,
+        }
+        let version: Version =
+            serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
+        if version.format.as_deref() != Some("firesteel-artifact") {
+            return Err(problem("is not the manifest of a firesteel artifact".into()));
+        }
+        if version.format_version != Some(FORMAT_VERSION) {
+            return Err(problem(format!(
+                "format_version {:?} is not known; this version reads {FORMAT_VERSION}; export \
+                 the artifact again",
+                version.format_version
+            )));
+        }
+        let manifest: Self =
+            serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
+        manifest.step.validate()?;
+        let names = (manifest.graphs.iter().map(|graph| &graph.file))
+            .chain(manifest.data.iter().map(|data| &data.file))
+            .chain(manifest.embedding.iter().filter_map(|entry| match entry {
+                EmbeddingEntry::File { file, .. } => Some(file),
+                EmbeddingEntry::Initializer { .. } => None,
+            }));
+        for name in names {
+            if Path::new(name).file_name().is_none_or(|plain| plain != name.as_str()) {
+                return Err(problem(format!("{name:?} is not a bare file name")));
+            }
+        }
+        let (step, heads) = match manifest.graphs.split_first() {
+            Some((first, heads)) if first.role == GraphRole::Step => (first, heads),
+            _ => return Err(problem("the first graph is not the step".into())),
+        };
+        if step.layer_hidden.len() != manifest.step.layers.len() {
+            return Err(problem("layer_hidden does not name every layer".into()));
+        }
+        let mut row = 0;
+        for head in heads {
+            match &head.role {
+                GraphRole::Head { rows } if rows.start == row && rows.end > row => row = rows.end,
+                _ => return Err(problem(format!("{}: rows are missing or repeated", head.file))),
+            }
+        }
+        let sharded = !heads.is_empty();
+        if sharded && (row != manifest.step.vocab_size || manifest.step.logits != Logits::Hidden) {
+            return Err(problem("the parts of the head do not make the vocabulary".into()));
+        }
+        Ok(manifest)
+    }
+}

@@ -1,0 +1,55 @@
+//! Two runners, the same inputs: how far apart are they, and where does it begin?
+
+mod compare;
+mod logits;
+mod snr;
+
+pub use compare::{
+    CheckOptions, CheckReport, Feed, FirstBad, GreedyReport, LayerReport, LogitsReport, StepReport,
+    compare,
+};
+pub use logits::{LogitsDifference, compare_logits, greedy_choice};
+pub use snr::{Snr, SnrMeter};
+
+use firesteel_step::{RunnerError, StepError};
+
+/// Why a comparison could not be made. A bad result is no error; see [`CheckReport`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckError {
+    /// The two contracts cannot be compared.
+    #[error("the {what} of {reference} and {test} differ: {reference_value} against {test_value}")]
+    Contract {
+        /// What differs.
+        what: &'static str,
+        /// Name of the reference runner.
+        reference: String,
+        /// Name of the other runner.
+        test: String,
+        /// Value in the reference.
+        reference_value: String,
+        /// Value in the other.
+        test_value: String,
+    },
+    /// There are not enough tokens for one step, or too many for the context.
+    #[error("{count} tokens given, but {problem}")]
+    Tokens {
+        /// Tokens given.
+        count: usize,
+        /// What is wrong with that.
+        problem: String,
+    },
+    /// A runner returned something that is not finite, or broke the contract.
+    #[error("{runner} at position {position}: {source}")]
+    Runner {
+        /// Name of the runner.
+        runner: String,
+        /// Position of the step's first token.
+        position: usize,
+        /// What happened.
+        source: RunnerError,
+    },
+    /// The contract was broken outside a runner.
+    #[error(transparent)]
+    Step(#[from] StepError),
+}

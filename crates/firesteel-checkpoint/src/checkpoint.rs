@@ -1,0 +1,554 @@
+use crate::config::{CONFIG_FILE, read_config};
+use crate::folder::{Found, Tensors, exists, file_path, read_tensors};
+use crate::json::shorten;
+use crate::random::{Amplified, Distribution, Generator, outlier_channels};
+use crate::weight::Piece;
+use crate::{CheckpointError, ModelConfig, RandomWeights, Weight};
+use firesteel_tensor::{DType, SharedBytes, element_count};
+use safetensors::Dtype;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A validated model: config and every weight, mapped from a folder or generated.
+#[derive(Debug)]
+pub struct Checkpoint {
+    config: ModelConfig,
+    path: Option<PathBuf>,
+    warnings: Vec<String>,
+    embedding: Weight,
+    final_norm: Weight,
+    head: Head,
+    layers: Vec<LayerWeights>,
+    files: Vec<CheckpointFile>,
+    tensor_count: usize,
+}
+
+/// Where the output head comes from. The data decide, not `tie_word_embeddings`.
+#[derive(Debug, Clone)]
+pub enum Head {
+    /// The embedding is the head: no head is stored, or an identical one.
+    Tied,
+    /// A stored head of shape [vocab_size, hidden_size] that differs from the embedding.
+    Stored(Weight),
+}
+
+/// The weights of one layer. H is the hidden size, I the intermediate size.
+#[derive(Debug, Clone)]
+pub struct LayerWeights {
+    /// [H], before attention.
+    pub input_norm: Weight,
+    /// [H], before the feed-forward layer.
+    pub post_attention_norm: Weight,
+    /// [(heads + 2 × kv_heads) × head_dim, H]: queries, keys, values; stored fused or apart.
+    pub qkv: Weight,
+    /// [heads, H]: the gate of each head's output.
+    pub head_gate: Weight,
+    /// [H, heads × head_dim].
+    pub attention_out: Weight,
+    /// [I, H].
+    pub mlp_gate: Weight,
+    /// [I, H].
+    pub mlp_up: Weight,
+    /// [H, I].
+    pub mlp_down: Weight,
+}
+
+impl LayerWeights {
+    /// All weights of the layer, in the order of the fields.
+    pub fn all(&self) -> [&Weight; 8] {
+        [
+            &self.input_norm,
+            &self.post_attention_norm,
+            &self.qkv,
+            &self.head_gate,
+            &self.attention_out,
+            &self.mlp_gate,
+            &self.mlp_up,
+            &self.mlp_down,
+        ]
+    }
+}
+
+/// A file that a checkpoint was read from.
+#[derive(Debug, Clone)]
+pub struct CheckpointFile {
+    /// Name in the folder.
+    pub name: String,
+    /// All of its bytes.
+    pub bytes: SharedBytes,
+}
+
+/// How many names an error lists.
+const SHOWN: usize = 4;
+/// Elements compared at once when a stored head has another type than the embedding.
+const COMPARE_BLOCK: usize = 4096;
+
+/// A tensor that the architecture has.
+struct Expected {
+    name: String,
+    shape: Vec<usize>,
+    /// The shape in keys of config.json.
+    meaning: &'static str,
+}
+
+impl Expected {
+    fn new(name: impl Into<String>, shape: &[usize], meaning: &'static str) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), meaning }
+    }
+}
+
+/// The tensors of a layer, in the order of [`LayerWeights`]; `qkv` as stored when fused.
+fn layer_tensors(config: &ModelConfig, layer: usize) -> [Expected; 8] {
+    let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+    let query = config.query_size();
+    let qkv = query + 2 * config.key_value_size();
+    let tensor = |part: &str, shape: &[usize], meaning| {
+        Expected::new(format!("model.layers.{layer}.{part}.weight"), shape, meaning)
+    };
+    [
+        tensor("input_layernorm", &[hidden], "[hidden_size]"),
+        tensor("post_attention_layernorm", &[hidden], "[hidden_size]"),
+        tensor(
+            "self_attn.q_k_v_proj",
+            &[qkv, hidden],
+            "[(num_attention_heads + 2 * num_key_value_heads) * head_dim, hidden_size]",
+        ),
+        tensor(
+            "self_attn.g_proj",
+            &[config.num_attention_heads, hidden],
+            "[num_attention_heads, hidden_size]",
+        ),
+        tensor(
+            "self_attn.out_proj",
+            &[hidden, query],
+            "[hidden_size, num_attention_heads * head_dim]",
+        ),
+        tensor("mlp.gate_proj", &[intermediate, hidden], "[intermediate_size, hidden_size]"),
+        tensor("mlp.up_proj", &[intermediate, hidden], "[intermediate_size, hidden_size]"),
+        tensor("mlp.down_proj", &[hidden, intermediate], "[hidden_size, intermediate_size]"),
+    ]
+}
+
+/// The three tensors that may stand for the fused projection of a layer.
+pub(crate) fn separate_names(layer: usize) -> [String; 3] {
+    ["q", "k", "v"].map(|part| format!("model.layers.{layer}.self_attn.{part}_proj.weight"))
+}
+
+fn embedding_tensor(config: &ModelConfig) -> Expected {
+    let shape = [config.vocab_size, config.hidden_size];
+    Expected::new("model.embedding.weight", &shape, "[vocab_size, hidden_size]")
+}
+
+fn final_norm_tensor(config: &ModelConfig) -> Expected {
+    Expected::new("model.norm.weight", &[config.hidden_size], "[hidden_size]")
+}
+
+fn head_tensor(config: &ModelConfig) -> Expected {
+    Expected { name: "lm_head.weight".into(), ..embedding_tensor(config) }
+}
+
+impl Checkpoint {
+    /// Path of another file of the checkpoint's folder, such as tokenizer.json, after the same
+    /// rules for links as for the weights; `None` when there is none.
+    ///
+    /// # Errors
+    /// When it is not a regular file or a link that leaves the folder.
+    pub fn side_file(&self, name: &str) -> Result<Option<PathBuf>, CheckpointError> {
+        match &self.path {
+            Some(folder) if exists(&folder.join(name))? => file_path(folder, name).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Opens a Hugging Face folder: config.json and model.safetensors, or shards with
+    /// model.safetensors.index.json. Maps the weights without reading them, except that a stored
+    /// head is compared with the embedding.
+    ///
+    /// # Errors
+    /// When anything is missing, malformed, unexpected or of the wrong shape; the message names
+    /// file, tensor or key, what was found and what is accepted.
+    pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
+        if !fs_err::metadata(dir)?.is_dir() {
+            let reason = "not a folder; accepted: the folder that holds config.json".into();
+            return Err(CheckpointError::Path { path: dir.into(), reason });
+        }
+        let text = read_config(dir)?;
+        let (config, mut warnings) = ModelConfig::from_folder(dir, &text)?;
+        let Tensors { by_name, mut files, warnings: tensor_warnings } = read_tensors(dir)?;
+        warnings.extend(tensor_warnings);
+        let bytes = SharedBytes::new(Arc::new(text));
+        files.push(CheckpointFile { name: CONFIG_FILE.into(), bytes });
+        files.sort_by(|a, b| a.name.cmp(&b.name));
+
+        let tensor_count = by_name.len();
+        let mut taker = Taker { folder: dir, by_name, missing: 0, shown: Vec::new() };
+        let embedding = taker.take(embedding_tensor(&config))?;
+        let final_norm = taker.take(final_norm_tensor(&config))?;
+        let stored_head = match taker.has("lm_head.weight") {
+            true => taker.take(head_tensor(&config))?,
+            false => None,
+        };
+        let mut layers = Vec::new();
+        for layer in 0..config.num_layers() {
+            layers.push(taker.layer(&config, layer)?);
+        }
+        taker.finish(config.num_layers())?;
+        let layers = layers.into_iter().collect::<Option<Vec<_>>>();
+        let (Some(embedding), Some(final_norm), Some(layers)) = (embedding, final_norm, layers)
+        else {
+            return Err(taker.missing());
+        };
+        let head = match stored_head {
+            None if config.tie_word_embeddings => Head::Tied,
+            None => {
+                let flag = config.tie_word_embeddings;
+                return Err(CheckpointError::HeadMissing { folder: dir.into(), flag });
+            }
+            Some(head) if equal(&head, &embedding)? => Head::Tied,
+            Some(head) => {
+                if config.tie_word_embeddings {
+                    warnings.push(format!(
+                        "{}: tie_word_embeddings is true, but a lm_head.weight that differs from \
+                         the embedding is stored; the stored one is used",
+                        dir.join(CONFIG_FILE).display()
+                    ));
+                }
+                Head::Stored(head)
+            }
+        };
+        Ok(Self {
+            config,
+            path: Some(dir.into()),
+            warnings,
+            embedding,
+            final_norm,
+            head,
+            layers,
+            files,
+            tensor_count,
+        })
+    }
+
+    /// A model of the shape `config` whose weights are made on demand. An element depends on the
+    /// seed, the name of its tensor and its index alone. Without `tie_word_embeddings` the head
+    /// has weights of its own.
+    ///
+    /// Reading weights fails when `options.dtype` is not f32, f16 or bf16.
+    pub fn random(config: ModelConfig, options: RandomWeights) -> Self {
+        let channels = outlier_channels(&config, options);
+        let make = |expected: Expected, distribution, amplified| {
+            let Expected { name, shape, .. } = expected;
+            let columns = shape.last().copied().unwrap_or(1);
+            let generator =
+                Generator::new(&name, columns, distribution, amplified, &channels, options.seed);
+            Weight::random(name, shape, options.dtype, generator)
+        };
+        let matrix = |expected| make(expected, Distribution::Matrix, Amplified::Nothing);
+        let writer = |expected| make(expected, Distribution::Matrix, Amplified::Rows(8.0));
+        let norm = |expected| make(expected, Distribution::Norm, Amplified::Columns(4.0));
+
+        let embedding =
+            make(embedding_tensor(&config), Distribution::Matrix, Amplified::Columns(16.0));
+        // The last norm is plain, so that the massive channels do not decide every logit.
+        let final_norm = make(final_norm_tensor(&config), Distribution::Norm, Amplified::Nothing);
+        let head = match config.tie_word_embeddings {
+            true => Head::Tied,
+            false => Head::Stored(matrix(head_tensor(&config))),
+        };
+        let layers: Vec<_> = (0..config.num_layers())
+            .map(|layer| {
+                let [input, post, qkv, head_gate, out, gate, up, down] =
+                    layer_tensors(&config, layer);
+                LayerWeights {
+                    input_norm: norm(input),
+                    post_attention_norm: norm(post),
+                    qkv: matrix(qkv),
+                    head_gate: matrix(head_gate),
+                    attention_out: writer(out),
+                    mlp_gate: matrix(gate),
+                    mlp_up: matrix(up),
+                    mlp_down: writer(down),
+                }
+            })
+            .collect();
+        let outer = 2 + usize::from(!config.tie_word_embeddings);
+        Self {
+            tensor_count: outer + 8 * layers.len(),
+            config,
+            path: None,
+            warnings: Vec::new(),
+            embedding,
+            final_norm,
+            head,
+            layers,
+            files: Vec::new(),
+        }
+    }
+
+    /// The validated config.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The folder; `None` for generated weights.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    /// What is accepted but worth knowing, each with the name of its file.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The token embedding, [vocab_size, hidden_size].
+    pub fn embedding(&self) -> &Weight {
+        &self.embedding
+    }
+
+    /// The norm after the last layer, [hidden_size].
+    pub fn final_norm(&self) -> &Weight {
+        &self.final_norm
+    }
+
+    /// Where the output head comes from.
+    pub fn head(&self) -> &Head {
+        &self.head
+    }
+
+    /// The output head, [vocab_size, hidden_size]: the embedding when tied.
+    pub fn head_weight(&self) -> &Weight {
+        match &self.head {
+            Head::Tied => &self.embedding,
+            Head::Stored(head) => head,
+        }
+    }
+
+    /// The layers, first to last.
+    pub fn layers(&self) -> &[LayerWeights] {
+        &self.layers
+    }
+
+    /// config.json and every safetensors file, sorted by name; empty for generated weights.
+    pub fn files(&self) -> &[CheckpointFile] {
+        &self.files
+    }
+
+    /// Number of stored tensors.
+    pub fn tensor_count(&self) -> usize {
+        self.tensor_count
+    }
+}
+
+/// Takes the expected tensors out of those found, and keeps what is missing.
+struct Taker<'a> {
+    folder: &'a Path,
+    by_name: std::collections::HashMap<String, Found>,
+    missing: usize,
+    shown: Vec<String>,
+}
+
+impl Taker<'_> {
+    fn has(&self, name: &str) -> bool {
+        self.by_name.contains_key(name)
+    }
+
+    /// The weight of an expected tensor, or `None` and a note that it is missing.
+    fn take(&mut self, expected: Expected) -> Result<Option<Weight>, CheckpointError> {
+        let Some(piece) = self.take_piece(&expected)? else {
+            return Ok(None);
+        };
+        Ok(Some(Weight::mapped(expected.name, expected.shape, vec![piece])))
+    }
+
+    fn take_piece(&mut self, expected: &Expected) -> Result<Option<Piece>, CheckpointError> {
+        let Some(Found { file, tensor }) = self.by_name.remove(&expected.name) else {
+            self.missing += 1;
+            if self.shown.len() < SHOWN {
+                self.shown.push(expected.name.clone());
+            }
+            return Ok(None);
+        };
+        let path = self.folder.join(&*file);
+        if tensor.shape != expected.shape {
+            return Err(CheckpointError::Shape {
+                file: path,
+                tensor: tensor.name,
+                actual: tensor.shape,
+                expected: expected.shape.clone(),
+                meaning: expected.meaning,
+            });
+        }
+        let dtype = match tensor.dtype {
+            Dtype::F32 => DType::F32,
+            Dtype::F16 => DType::F16,
+            Dtype::BF16 => DType::BF16,
+            dtype => {
+                let hint = match dtype {
+                    Dtype::F64 => "; save the checkpoint in one of these",
+                    _ => "; quantized checkpoints are not read, use the float release",
+                };
+                let (tensor, dtype) = (tensor.name, dtype.to_string());
+                return Err(CheckpointError::DType { file: path, tensor, dtype, hint });
+            }
+        };
+        Ok(Some(Piece { file, offset: tensor.offset, dtype, bytes: tensor.bytes }))
+    }
+
+    fn layer(
+        &mut self,
+        config: &ModelConfig,
+        layer: usize,
+    ) -> Result<Option<LayerWeights>, CheckpointError> {
+        let [input, post, qkv, head_gate, out, gate, up, down] = layer_tensors(config, layer);
+        let input_norm = self.take(input)?;
+        let post_attention_norm = self.take(post)?;
+        let qkv = self.qkv(config, layer, qkv)?;
+        self.check_gate_rows(layer, &head_gate)?;
+        let head_gate = self.take(head_gate)?;
+        let attention_out = self.take(out)?;
+        let mlp_gate = self.take(gate)?;
+        let mlp_up = self.take(up)?;
+        let mlp_down = self.take(down)?;
+        let build = || {
+            Some(LayerWeights {
+                input_norm: input_norm?,
+                post_attention_norm: post_attention_norm?,
+                qkv: qkv?,
+                head_gate: head_gate?,
+                attention_out: attention_out?,
+                mlp_gate: mlp_gate?,
+                mlp_up: mlp_up?,
+                mlp_down: mlp_down?,
+            })
+        };
+        Ok(build())
+    }
+
+    /// The fused projection of a layer, stored as one tensor or as three.
+    fn qkv(
+        &mut self,
+        config: &ModelConfig,
+        layer: usize,
+        fused: Expected,
+    ) -> Result<Option<Weight>, CheckpointError> {
+        let names = separate_names(layer);
+        let Some(separate) = names.iter().find(|name| self.has(name)).cloned() else {
+            return self.take(fused);
+        };
+        if self.has(&fused.name) {
+            let folder = self.folder.into();
+            return Err(CheckpointError::FusedAndSeparate { folder, layer, separate });
+        }
+        let query = (config.query_size(), "[num_attention_heads * head_dim, hidden_size]");
+        let key_value = (config.key_value_size(), "[num_key_value_heads * head_dim, hidden_size]");
+        let mut pieces = Vec::new();
+        for (name, (rows, meaning)) in names.into_iter().zip([query, key_value, key_value]) {
+            let expected = Expected::new(name, &[rows, config.hidden_size], meaning);
+            pieces.push(self.take_piece(&expected)?);
+        }
+        let pieces = pieces.into_iter().collect::<Option<Vec<_>>>();
+        Ok(pieces.map(|pieces| Weight::mapped(fused.name, fused.shape, pieces)))
+    }
+
+    fn check_gate_rows(&self, layer: usize, expected: &Expected) -> Result<(), CheckpointError> {
+        let (Some(found), Some(&heads)) =
+            (self.by_name.get(&expected.name), expected.shape.first())
+        else {
+            return Ok(());
+        };
+        match *found.tensor.shape.as_slice() {
+            [rows, _] if rows != heads => Err(CheckpointError::GateRows {
+                file: self.folder.join(&*found.file),
+                layer,
+                tensor: expected.name.clone(),
+                rows,
+                heads,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses what is missing and what is left.
+    fn finish(&mut self, layers: usize) -> Result<(), CheckpointError> {
+        if self.missing > 0 {
+            return Err(self.missing());
+        }
+        let Some(first) = self.by_name.keys().min() else {
+            return Ok(());
+        };
+        Err(CheckpointError::Unexpected {
+            folder: self.folder.into(),
+            count: self.by_name.len(),
+            shown: self.left(),
+            reason: meaning_of_unexpected(first, layers),
+        })
+    }
+
+    fn missing(&self) -> CheckpointError {
+        let more = if self.missing > self.shown.len() { ", …" } else { "" };
+        let unexpected = match self.left() {
+            left if left.is_empty() => left,
+            left => format!("; {} unexpected are there: {left}", self.by_name.len()),
+        };
+        CheckpointError::Missing {
+            folder: self.folder.into(),
+            count: self.missing,
+            shown: format!("{}{more}", self.shown.join(", ")),
+            unexpected,
+        }
+    }
+
+    /// The first names that are left.
+    fn left(&self) -> String {
+        let mut names: Vec<_> = self.by_name.keys().collect();
+        names.sort_unstable();
+        let more = if names.len() > SHOWN { ", …" } else { "" };
+        let shown: Vec<_> = names.iter().take(SHOWN).map(|name| shorten(name)).collect();
+        format!("{}{more}", shown.join(", "))
+    }
+}
+
+/// What a tensor that the architecture does not have tells about the checkpoint.
+fn meaning_of_unexpected(name: &str, layers: usize) -> String {
+    let layer = name
+        .strip_prefix("model.layers.")
+        .and_then(|rest| rest.split('.').next())
+        .and_then(|number| number.parse::<usize>().ok());
+    match layer {
+        Some(layer) if layer >= layers => format!(
+            "layer {layer} is beyond num_hidden_layers {layers}; accepted: config.json and \
+             weights of the same model"
+        ),
+        _ if name.contains("scale") || name.contains("qweight") || name.contains("zero") => {
+            "it means a quantized checkpoint; accepted: the float release".into()
+        }
+        _ if name.contains("lora_") => {
+            "it means an adapter; accepted: a checkpoint with the adapter merged".into()
+        }
+        _ => format!(
+            "it means another architecture than {}; accepted: exactly the tensors of this one",
+            crate::config::MODEL_TYPE
+        ),
+    }
+}
+
+/// Whether two weights of one shape hold the same values, by bits.
+fn equal(a: &Weight, b: &Weight) -> Result<bool, CheckpointError> {
+    if a.dtype() == b.dtype()
+        && let (Some(a), Some(b)) = (a.bytes(), b.bytes())
+    {
+        return Ok(**a == **b);
+    }
+    let count = element_count(a.shape()).unwrap_or(usize::MAX);
+    let (mut left, mut right) = ([0f32; COMPARE_BLOCK], [0f32; COMPARE_BLOCK]);
+    for start in (0..count).step_by(COMPARE_BLOCK) {
+        let length = COMPARE_BLOCK.min(count - start);
+        a.read_f32(start, &mut left[..length])?;
+        b.read_f32(start, &mut right[..length])?;
+        let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+        if !left[..length].iter().zip(&right[..length]).all(same) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}

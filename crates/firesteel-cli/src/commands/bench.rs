@@ -1,0 +1,223 @@
+use super::export::threads;
+use super::synth::{WeightType, find_preset};
+use crate::printer::{Printer, mebibytes};
+use anyhow::{Context as _, bail};
+use clap::{Args, Subcommand};
+use firesteel_artifact::{ExportRequest, export};
+use firesteel_checkpoint::{Checkpoint, RandomWeights, SyntheticOptions, write_synthetic};
+use firesteel_export::{Dialect, ExportOptions, Gelu, Precision};
+use firesteel_step::{CacheLayoutChoice, Logits};
+use fs_err as fs;
+use serde::Serialize;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Measure this program on this machine.
+#[derive(Debug, Args)]
+pub(crate) struct Bench {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Export against a plain writer of the same bytes, and the memory it takes.
+    Export(BenchExport),
+}
+
+/// Export against a plain writer of the same bytes, and the memory it takes.
+///
+/// Both write to the disk that holds --dir and wait until the bytes are there. The plain writer
+/// copies one buffer from memory, sequentially. Runs alternate; the median ratio counts.
+#[derive(Debug, Args)]
+struct BenchExport {
+    /// Checkpoint to export [default: one that is made, see --preset]
+    checkpoint: Option<PathBuf>,
+    /// Shape of the checkpoint that is made
+    #[arg(long, default_value = "spark-x2.5-1.7b")]
+    preset: String,
+    /// Element type of the checkpoint that is made
+    #[arg(long, value_enum, default_value_t = WeightType::Bf16)]
+    dtype: WeightType,
+    /// Export in 32 bits instead of 16
+    #[arg(long)]
+    fp32: bool,
+    /// Pairs of runs
+    #[arg(long, default_value_t = 3)]
+    runs: usize,
+    /// Folder for what is written; it is removed again
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    dir: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    bytes: u64,
+    runs: Vec<Run>,
+    /// Median over the runs of export time / plain writer's time.
+    ratio: f64,
+    /// Largest anonymous resident memory of the process while exporting.
+    peak_rss_anon_bytes: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Run {
+    plain_seconds: f64,
+    export_seconds: f64,
+    ratio: f64,
+}
+
+/// What the plain writer hands to the system at once.
+const BUFFER: usize = 8 << 20;
+
+impl Bench {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        match self.what {
+            What::Export(bench) => bench.run(printer),
+        }
+    }
+}
+
+impl BenchExport {
+    fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        if self.runs == 0 {
+            bail!("--runs 0: at least one run is needed");
+        }
+        let scratch = tempfile::Builder::new().prefix(".firesteel-bench-").tempdir_in(&self.dir)?;
+        let folder = match &self.checkpoint {
+            Some(folder) => folder.clone(),
+            None => {
+                printer.talk("making the checkpoint");
+                let folder = scratch.path().join("checkpoint");
+                let weights = RandomWeights { dtype: self.dtype.dtype(), seed: 0, outliers: false };
+                let config = find_preset(&self.preset)?;
+                write_synthetic(SyntheticOptions { config, weights }, &folder, &|_, _| {})?;
+                folder
+            }
+        };
+        let checkpoint = Checkpoint::open(&folder)?;
+        let request = ExportRequest {
+            checkpoint: &checkpoint,
+            options: ExportOptions {
+                tokens: 1,
+                context: 1024,
+                layers: 0..checkpoint.config().num_layers(),
+                cache_layout: CacheLayoutChoice::Auto,
+                logits: Logits::Last,
+                gelu: Gelu::Exact,
+                precision: if self.fp32 { Precision::Fp32 } else { Precision::Fp16 },
+                dialect: Dialect::Portable,
+                head_shards: 1,
+            },
+            embedding: false,
+            random_seed: None,
+            force: false,
+            threads: threads(),
+        };
+        let mut report =
+            Report { bytes: 0, runs: Vec::new(), ratio: 0.0, peak_rss_anon_bytes: None };
+        for run in 0..self.runs {
+            let out = scratch.path().join("artifact");
+            let memory = MemoryWatch::start();
+            let start = Instant::now();
+            let artifact = export(&request, &out, &|_, _| {})?;
+            let export_seconds = start.elapsed().as_secs_f64();
+            report.peak_rss_anon_bytes = report.peak_rss_anon_bytes.max(memory.stop());
+            report.bytes = artifact.manifest().data.iter().map(|data| data.bytes).sum();
+            fs::remove_dir_all(&out)?;
+            let plain_seconds = plain_write(&scratch.path().join("plain"), report.bytes)?;
+            let ratio = export_seconds / plain_seconds;
+            printer.talk(&format!(
+                "run {} of {}: export / plain writer {ratio:.2}",
+                run + 1,
+                self.runs
+            ));
+            report.runs.push(Run { plain_seconds, export_seconds, ratio });
+        }
+        let mut ratios: Vec<f64> = report.runs.iter().map(|run| run.ratio).collect();
+        ratios.sort_by(f64::total_cmp);
+        report.ratio = ratios.get(ratios.len() / 2).copied().context("no run")?;
+        if self.json {
+            printer.json(&report)?;
+        } else {
+            printer.line(format!(
+                "{} written; export / plain writer {:.2} (median of {})",
+                mebibytes(report.bytes),
+                report.ratio,
+                report.runs.len()
+            ))?;
+            let memory = report.peak_rss_anon_bytes;
+            printer.line(format!(
+                "peak anonymous memory of the export: {}",
+                memory.map_or("not known on this system".into(), mebibytes)
+            ))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// Seconds that a sequential writer takes for `bytes` bytes until they are on the disk.
+fn plain_write(path: &Path, bytes: u64) -> anyhow::Result<f64> {
+    // Not zeros, which some file systems store without writing.
+    let buffer: Vec<u8> =
+        (0..BUFFER as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let start = Instant::now();
+    let mut file = fs::File::create_new(path)?;
+    let mut left = bytes;
+    while left > 0 {
+        let count = left.min(BUFFER as u64);
+        file.write_all(&buffer[..count as usize])?;
+        left -= count;
+    }
+    file.sync_all()?;
+    let seconds = start.elapsed().as_secs_f64();
+    drop(file);
+    fs::remove_file(path)?;
+    Ok(seconds)
+}
+
+/// Samples the process's anonymous memory in a thread of its own.
+struct MemoryWatch {
+    stop: std::sync::Arc<AtomicBool>,
+    peak: std::sync::Arc<AtomicU64>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl MemoryWatch {
+    fn start() -> Self {
+        let stop = std::sync::Arc::new(AtomicBool::new(false));
+        let peak = std::sync::Arc::new(AtomicU64::new(0));
+        let (stop_too, peak_too) = (stop.clone(), peak.clone());
+        let thread = std::thread::spawn(move || {
+            while !stop_too.load(Ordering::Relaxed) {
+                if let Some(bytes) = rss_anon() {
+                    peak_too.fetch_max(bytes, Ordering::Relaxed);
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        Self { stop, peak, thread }
+    }
+
+    fn stop(self) -> Option<u64> {
+        self.stop.store(true, Ordering::Relaxed);
+        // A thread that failed has measured nothing.
+        self.thread.join().ok()?;
+        let peak = self.peak.load(Ordering::Relaxed);
+        (peak > 0).then_some(peak)
+    }
+}
+
+/// Resident anonymous memory of this process, where the system tells.
+fn rss_anon() -> Option<u64> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+    let kibibytes: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
+    kibibytes.checked_mul(1024)
+}

@@ -1,0 +1,409 @@
+use crate::printer::{Printer, table};
+use crate::source::{OrtArgs, RunnerKind, Source};
+use anyhow::{Context as _, bail};
+use clap::Args;
+use firesteel_artifact::Manifest;
+use firesteel_check::{CheckOptions, CheckReport, Feed, Snr, compare};
+use firesteel_export::{Gelu, Precision};
+use firesteel_generate::{AddedTokens, Tokenizer};
+use firesteel_step::{
+    Embedding, KvState, Logits, Role, Runner, RunnerError, StepError, StepOptions, StepSpec,
+};
+use firesteel_tensor::DType;
+use fs_err as fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Compare two runners on the same tokens.
+///
+/// Both get the same tokens step by step; logits, hidden state after each layer, new keys and new
+/// values are compared. Exit code 1 when something is below the bar.
+#[derive(Debug, Args)]
+pub(crate) struct Check {
+    /// Artifact (or checkpoint) to check
+    path: PathBuf,
+    /// Checkpoint (or artifact) that is right
+    #[arg(long, value_name = "CHECKPOINT|ARTIFACT")]
+    against: PathBuf,
+    #[command(flatten)]
+    args: CheckArgs,
+    /// Print a JSON report
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct CheckArgs {
+    /// Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint]
+    #[arg(long, value_enum)]
+    runner: Option<RunnerKind>,
+    /// Who executes what is right [default: engine for a checkpoint, evaluator for an artifact]
+    #[arg(long, value_enum)]
+    against_runner: Option<RunnerKind>,
+    #[command(flatten)]
+    ort: OrtArgs,
+    /// File with the text to run [default: a text that is built in]
+    #[arg(long, value_name = "FILE", conflicts_with = "ids")]
+    prompt: Option<PathBuf>,
+    /// Token ids to run
+    #[arg(long, value_name = "ID,ID,…", value_delimiter = ',')]
+    ids: Option<Vec<u32>>,
+    /// Most tokens to run with teacher forcing
+    #[arg(long, value_name = "N", default_value_t = 96)]
+    steps: usize,
+    /// Tokens of the greedy continuation; 0 for none
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    greedy: usize,
+    /// Prompt tokens before the greedy continuation
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    greedy_prompt: usize,
+    /// SNR in dB that everything must reach [default: 120; 50 for fp16; 35 for an approximate GELU]
+    #[arg(long, value_name = "DB")]
+    min_snr: Option<f64>,
+    /// Logit gap below which a greedy choice is a tie
+    #[arg(long, value_name = "GAP", default_value_t = 1e-3)]
+    tie_margin: f64,
+    /// Leave out the hidden state after each layer
+    #[arg(long)]
+    no_layers: bool,
+}
+
+impl Default for CheckArgs {
+    fn default() -> Self {
+        Self {
+            runner: None,
+            against_runner: None,
+            ort: OrtArgs { ort: None },
+            prompt: None,
+            ids: None,
+            steps: 96,
+            greedy: 32,
+            greedy_prompt: 16,
+            min_snr: None,
+            tie_margin: 1e-3,
+            no_layers: false,
+        }
+    }
+}
+
+/// Context of a comparison of two checkpoints, which bring none of their own.
+const CHECKPOINT_CONTEXT: usize = 4096;
+
+/// Run when neither text nor ids are given. Longer than the window of every test model.
+const TEXT: &str = "A good tool says what it did and what it did not do. The old hands used to \
+tell the story of a machine that never made an error, because nobody had ever asked it to show \
+its work. One night a young programmer wrote a small routine that added every column twice, from \
+the top and from the bottom, and printed a line only when the two sums differed. In the morning \
+there were four hundred lines of paper on the floor. The machine had not become worse; it had \
+only begun to be honest. They kept the routine, and they kept the paper too, as a reminder that \
+a result which cannot be checked is a rumour, and that the cheapest time to find a fault is \
+before anybody depends on it. Later the routine was given a name and a manual, and people who \
+had never met its author came to trust it more than the machine it watched. Ask twice, they \
+said, and write down both answers.";
+
+impl Check {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let test = Source::open(&self.path, printer)?;
+        let reference = Source::open(&self.against, printer)?;
+        let report = check_and_print(&test, &reference, &self.args, !self.json, printer)?;
+        if self.json {
+            printer.json(&report)?;
+        }
+        Ok(ExitCode::from(u8::from(!report.passed)))
+    }
+}
+
+/// Compares `test` with `reference` and prints the result if `print`.
+pub(crate) fn check_and_print(
+    test: &Source,
+    reference: &Source,
+    args: &CheckArgs,
+    print: bool,
+    printer: &mut Printer,
+) -> anyhow::Result<CheckReport> {
+    let layers = !args.no_layers;
+    let test_kind = args.runner.unwrap_or(test.default_runner());
+    let reference_kind = args.against_runner.unwrap_or(reference.default_runner());
+    // The step is the artifact's; a checkpoint follows it, in f32.
+    let contract = match (test, reference) {
+        (Source::Artifact(artifact), _) | (_, Source::Artifact(artifact)) => {
+            artifact.manifest().contract()?
+        }
+        _ => checkpoint_contract(test)?,
+    };
+    let spec = as_f32(&contract)?;
+    let mut left = reference.runner(reference_kind, Some(&spec), layers, &args.ort)?;
+    let mut right = test.runner(test_kind, Some(&spec), layers, &args.ort)?;
+    let ids = token_ids(args, test, reference, &spec)?;
+    let min_snr = args.min_snr.unwrap_or_else(|| default_bar(test, reference));
+    if min_snr.is_nan() {
+        bail!("--min-snr: a number of dB is accepted");
+    }
+    let options = CheckOptions {
+        steps: Some(args.steps),
+        greedy: args.greedy,
+        greedy_prompt: args.greedy_prompt,
+        tie_margin: args.tie_margin,
+        min_snr,
+    };
+    let mut feed = feed(&spec, reference, test)?;
+    let report = compare(left.as_mut(), right.as_mut(), feed.as_mut(), &ids, &options)?;
+    if print {
+        print_report(&report, &spec, printer)?;
+    }
+    Ok(report)
+}
+
+fn checkpoint_contract(source: &Source) -> anyhow::Result<StepSpec> {
+    let config = source.config()?;
+    Ok(StepSpec::new(
+        &config,
+        &StepOptions {
+            tokens: 1,
+            context: CHECKPOINT_CONTEXT.min(config.max_position_embeddings),
+            layers: 0..config.num_layers(),
+            cache_layout: Default::default(),
+            logits: Logits::Last,
+            dtype: DType::F32,
+        },
+    )?)
+}
+
+/// The same step with f32 inputs and outputs.
+fn as_f32(spec: &StepSpec) -> anyhow::Result<StepSpec> {
+    Ok(StepSpec { dtype: DType::F32, ..spec.clone() }.with_tokens(spec.tokens)?)
+}
+
+/// The bar for what the artifacts' options can hold.
+fn default_bar(test: &Source, reference: &Source) -> f64 {
+    let bar = |manifest: &Manifest| match (manifest.options.gelu, manifest.options.precision) {
+        (Gelu::Exact, Precision::Fp32) => 120.0,
+        (Gelu::Exact, Precision::Fp16) => 50.0,
+        _ => 35.0,
+    };
+    [test, reference]
+        .into_iter()
+        .map(|source| match source {
+            Source::Artifact(artifact) => bar(artifact.manifest()),
+            Source::Checkpoint(_) => 120.0,
+        })
+        .fold(f64::INFINITY, f64::min)
+}
+
+fn token_ids(
+    args: &CheckArgs,
+    test: &Source,
+    reference: &Source,
+    spec: &StepSpec,
+) -> anyhow::Result<Vec<u32>> {
+    let ids = if let Some(ids) = &args.ids {
+        ids.clone()
+    } else {
+        let folders = [reference.folder(), test.folder()];
+        let folder = folders.into_iter().flatten().find(|f| f.join("tokenizer.json").is_file());
+        match (folder, &args.prompt) {
+            (Some(folder), prompt) => {
+                let text = match prompt {
+                    Some(file) => fs::read_to_string(file)?,
+                    None => TEXT.to_owned(),
+                };
+                Tokenizer::open(folder)?.encode(&text, AddedTokens::AsText)?
+            }
+            (None, Some(file)) => bail!(
+                "--prompt {}: there is no tokenizer.json in the checkpoint or the artifact; give \
+                 --ids",
+                file.display()
+            ),
+            (None, None) => spread_ids(args.steps, spec.vocab_size),
+        }
+    };
+    if ids.is_empty() {
+        bail!("there are no tokens to run; give a longer --prompt or --ids");
+    }
+    if let Some(id) = ids.iter().find(|id| **id as usize >= spec.vocab_size) {
+        bail!("id {id} is outside the vocabulary of {}", spec.vocab_size);
+    }
+    Ok(ids)
+}
+
+/// Ids all over the vocabulary, for models without a tokenizer.
+fn spread_ids(count: usize, vocabulary: usize) -> Vec<u32> {
+    // A multiplicative hash (Knuth) of the index.
+    (0..count as u64)
+        .map(|i| {
+            let hash = (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            (hash % vocabulary.max(1) as u64) as u32
+        })
+        .collect()
+}
+
+/// Token rows, or for a slice the hidden state that enters it.
+fn feed(spec: &StepSpec, reference: &Source, test: &Source) -> anyhow::Result<Box<dyn Feed>> {
+    if spec.first_layer == 0 {
+        for source in [reference, test] {
+            if let Some(embedding) = source.embedding()? {
+                return Ok(Box::new(EmbeddingFeed { embedding }));
+            }
+        }
+        bail!(
+            "neither side has an embedding table; check against the checkpoint, or export with \
+             --embedding"
+        );
+    }
+    for source in [reference, test] {
+        if let Source::Checkpoint(checkpoint) = source {
+            let before = StepSpec::new(
+                checkpoint.config(),
+                &StepOptions {
+                    tokens: spec.tokens,
+                    context: spec.context,
+                    layers: 0..spec.first_layer,
+                    cache_layout: Default::default(),
+                    logits: Logits::Hidden,
+                    dtype: DType::F32,
+                },
+            )?;
+            let ort = OrtArgs { ort: None };
+            let runner = source.runner(RunnerKind::Engine, Some(&before), false, &ort)?;
+            let embedding = source.embedding()?.context("a checkpoint has an embedding")?;
+            let state = KvState::new(&before)?;
+            return Ok(Box::new(SliceFeed { embedding, runner, spec: before, state }));
+        }
+    }
+    bail!(
+        "the slice begins at layer {}, and the layers before it are in the checkpoint; check \
+         against that",
+        spec.first_layer
+    );
+}
+
+fn lookup(embedding: &dyn Embedding, ids: &[u32]) -> Result<Vec<f32>, RunnerError> {
+    let mut rows = vec![0.0; ids.len() * embedding.hidden_size()];
+    embedding.lookup(ids, &mut rows)?;
+    Ok(rows)
+}
+
+struct EmbeddingFeed {
+    embedding: Box<dyn Embedding>,
+}
+
+impl Feed for EmbeddingFeed {
+    fn rows(&mut self, ids: &[u32]) -> Result<Vec<f32>, RunnerError> {
+        lookup(self.embedding.as_ref(), ids)
+    }
+
+    fn restart(&mut self) {}
+}
+
+/// Runs the layers before a slice.
+struct SliceFeed {
+    embedding: Box<dyn Embedding>,
+    runner: Box<dyn Runner>,
+    spec: StepSpec,
+    state: KvState,
+}
+
+impl Feed for SliceFeed {
+    fn rows(&mut self, ids: &[u32]) -> Result<Vec<f32>, RunnerError> {
+        let x = lookup(self.embedding.as_ref(), ids)?;
+        let step = self.state.prepare(&self.spec, &x)?;
+        let outputs = self.runner.step(&self.state.inputs(&self.spec, &step)?)?;
+        self.state.commit(&self.spec, step, &outputs)?;
+        let hidden = outputs.get(&self.spec, Role::Hidden);
+        let values = hidden.map(|tensor| tensor.view().to_f32().map_err(StepError::from));
+        Ok(values.transpose()?.map(|values| values.into_owned()).unwrap_or_default())
+    }
+
+    fn restart(&mut self) {
+        self.state.clear();
+    }
+}
+
+fn decibels(snr: &Snr) -> String {
+    match snr.db {
+        Some(db) => format!("{db:.1} dB"),
+        None if snr.identical => "identical".into(),
+        None => "-".into(),
+    }
+}
+
+fn print_report(
+    report: &CheckReport,
+    spec: &StepSpec,
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
+    printer.line(format!(
+        "{} against {}: {} tokens in steps of {}{}",
+        report.test,
+        report.reference,
+        report.tokens,
+        report.tokens_per_step,
+        match spec.sliding_window {
+            Some(window) if report.tokens > window => format!(", past the window of {window}"),
+            Some(window) => format!(", NOT past the window of {window}"),
+            None => String::new(),
+        }
+    ))?;
+    for (runner, settings) in
+        [(&report.reference, &report.reference_settings), (&report.test, &report.test_settings)]
+    {
+        if !settings.is_empty() {
+            let list: Vec<String> =
+                settings.iter().map(|(key, value)| format!("{key} {value}")).collect();
+            printer.line(format!("{runner}: {}", list.join(", ")))?;
+        }
+    }
+    let first = if spec.logits == Logits::Hidden { "hidden" } else { "logits" };
+    let mut rows = vec![["", "SNR", "max difference"].map(str::to_owned).to_vec()];
+    let mut row = |name: String, snr: &Snr| {
+        rows.push(vec![name, decibels(snr), format!("{:.3e}", snr.max_abs)]);
+    };
+    for layer in &report.layers {
+        if let Some(hidden) = &layer.hidden {
+            row(format!("after layer {} ({})", layer.layer, layer.kind), hidden);
+        }
+    }
+    row("new keys and values".into(), &report.entries);
+    row(first.into(), &report.output);
+    for line in table(&rows) {
+        printer.line(line)?;
+    }
+    if let Some(logits) = &report.logits {
+        printer.line(format!(
+            "top-1 {} ({} of {} tokens are ties), top-5 {:.1} %, KL {:.2e} mean {:.2e} max, top-20 \
+             log-probability difference {:.2e}",
+            logits.top1.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share)),
+            logits.ties,
+            logits.tokens,
+            100.0 * logits.top5,
+            logits.kl_mean,
+            logits.kl_max,
+            logits.top20_logprob_max,
+        ))?;
+    }
+    match &report.greedy {
+        Some(greedy) => printer.line(format!(
+            "greedy after {} tokens: {} of {} agree, {} ties left out{}",
+            greedy.prompt_tokens,
+            greedy.agreed,
+            greedy.tokens.len() - greedy.ties,
+            greedy.ties,
+            greedy
+                .first_difference
+                .map_or(String::new(), |index| format!(", first difference at {index}")),
+        ))?,
+        None => printer.line("greedy: not run")?,
+    }
+    if let Some(bad) = &report.first_bad {
+        printer.line(format!(
+            "first below {} dB: {} in the step at position {}, {}",
+            report.min_snr,
+            bad.name,
+            bad.position,
+            decibels(&bad.snr)
+        ))?;
+    }
+    let verdict = if report.passed { "passed" } else { "FAILED" };
+    printer.line(format!("{verdict}: the bar is {} dB", report.min_snr))?;
+    Ok(())
+}

@@ -1,0 +1,321 @@
+use super::check::{CheckArgs, check_and_print};
+use crate::printer::{Printer, mebibytes};
+use crate::progress::ByteProgress;
+use crate::source::Source;
+use anyhow::{Context as _, bail};
+use clap::{Args, ValueEnum};
+use firesteel_artifact::{ExportRequest, HeadSource, Manifest, export};
+use firesteel_check::CheckReport;
+use firesteel_checkpoint::{Checkpoint, LayerKind, ModelConfig, RandomWeights};
+use firesteel_export::{Dialect, ExportOptions, Gelu, Precision};
+use firesteel_step::{CacheLayoutChoice, KvBytes, Logits};
+use firesteel_tensor::DType;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// Write the static decode-step graph of a checkpoint.
+///
+/// The output folder has model.onnx with external data, manifest.json with every name, shape and
+/// type, and the tokenizer. It appears complete or not at all.
+#[derive(Debug, Args)]
+pub(crate) struct Export {
+    /// Checkpoint folder; with --random-weights also a config.json or the name of a preset
+    checkpoint: PathBuf,
+    /// Folder to write
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Entries of a full-attention layer's cache
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    context: usize,
+    /// Layers: all, sliding or full (the first layer of that type), or A:B
+    #[arg(long, value_name = "all|sliding|full|A:B", default_value = "all")]
+    layers: String,
+    /// Leave out the final norm and the vocabulary projection; the output is `hidden`
+    #[arg(long)]
+    no_lm_head: bool,
+    /// How sliding layers keep their window; auto is ring for sliding and roll for full layers
+    #[arg(long, value_enum, default_value_t = Layout::Auto)]
+    cache_layout: Layout,
+    /// Form of the GELU activation; the checkpoints were trained with exact
+    #[arg(long, value_enum, default_value_t = GeluForm::Exact)]
+    gelu: GeluForm,
+    /// Number format of weights, activations, inputs and outputs
+    #[arg(long, value_enum, default_value_t = Format::Fp32)]
+    precision: Format,
+    /// Who reads the graph: portable (opset 18, decomposed) or qnn (opset 23, fused spellings)
+    #[arg(long, value_enum, default_value_t = Reader::Portable)]
+    dialect: Reader,
+    /// Tokens of a step: 1 decodes, more prefill
+    #[arg(long, value_name = "T", default_value_t = 1)]
+    tokens: usize,
+    /// Logits of the last token or of all tokens of a step
+    #[arg(long, value_enum, default_value_t = LogitsOf::Last)]
+    logits: LogitsOf,
+    /// Random weights of the config's shape, for profiling
+    #[arg(long)]
+    random_weights: bool,
+    /// Start of the random weights
+    #[arg(long, default_value_t = 0, requires = "random_weights")]
+    seed: u64,
+    /// Write the vocabulary projection as N graphs of their own
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    head_shards: usize,
+    /// Also write the embedding table as a raw file for hosts
+    #[arg(long)]
+    embedding: bool,
+    /// Replace an existing artifact
+    #[arg(long)]
+    force: bool,
+    /// Check what was written against the checkpoint with the runners that are compiled in
+    #[arg(long)]
+    check: bool,
+    /// Print a JSON report
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Layout {
+    Auto,
+    Ring,
+    Roll,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum GeluForm {
+    Exact,
+    Tanh,
+    Sigmoid,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    Fp32,
+    Fp16,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Reader {
+    Portable,
+    Qnn,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum LogitsOf {
+    Last,
+    All,
+}
+
+/// The report on stdout.
+#[derive(Debug, Serialize)]
+struct Report {
+    path: PathBuf,
+    context: usize,
+    tokens: usize,
+    layers: usize,
+    first_layer: usize,
+    layer_types: Vec<LayerKind>,
+    include_lm_head: bool,
+    head: Option<HeadSource>,
+    tensors_read: usize,
+    dialect: Dialect,
+    opset: i64,
+    dtype: DType,
+    op_counts: BTreeMap<String, BTreeMap<String, usize>>,
+    data_bytes: u64,
+    kv_bytes: KvBytes,
+    kv_bytes_per_element: usize,
+    unused_inputs: Vec<String>,
+    wide: String,
+    check: Option<CheckReport>,
+}
+
+impl Export {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let (checkpoint, random_seed) = self.open(printer)?;
+        let config = checkpoint.config();
+        let layers = layer_range(&self.layers, config)?;
+        let logits = match (self.no_lm_head, self.logits) {
+            (true, _) => Logits::Hidden,
+            (false, LogitsOf::Last) => Logits::Last,
+            (false, LogitsOf::All) => Logits::All,
+        };
+        if logits != Logits::Hidden && layers != (0..config.num_layers()) {
+            printer.warn(&format!(
+                "the logits of layers {}:{} alone are not the model's; --no-lm-head leaves them out",
+                layers.start, layers.end
+            ));
+        }
+        let options = ExportOptions {
+            tokens: self.tokens,
+            context: self.context,
+            layers,
+            cache_layout: match self.cache_layout {
+                Layout::Auto => CacheLayoutChoice::Auto,
+                Layout::Ring => CacheLayoutChoice::Ring,
+                Layout::Roll => CacheLayoutChoice::Roll,
+            },
+            logits,
+            gelu: match self.gelu {
+                GeluForm::Exact => Gelu::Exact,
+                GeluForm::Tanh => Gelu::Tanh,
+                GeluForm::Sigmoid => Gelu::Sigmoid,
+            },
+            precision: match self.precision {
+                Format::Fp32 => Precision::Fp32,
+                Format::Fp16 => Precision::Fp16,
+            },
+            dialect: match self.dialect {
+                Reader::Portable => Dialect::Portable,
+                Reader::Qnn => Dialect::Qnn,
+            },
+            head_shards: self.head_shards,
+        };
+        let bar = ByteProgress::new("exporting");
+        let request = ExportRequest {
+            checkpoint: &checkpoint,
+            options,
+            embedding: self.embedding,
+            random_seed,
+            force: self.force,
+            threads: threads(),
+        };
+        let progress = |done, total| bar.set(done, total);
+        let artifact = export(&request, &self.out, &progress)
+            .with_context(|| format!("{} was not written", self.out.display()))?;
+        drop(bar);
+        let mut report = report(&self.out, artifact.manifest());
+        if !self.json {
+            print(&report, printer)?;
+        }
+        if self.check {
+            let test = Source::Artifact(Box::new(artifact));
+            let reference = Source::Checkpoint(Arc::new(checkpoint));
+            let result =
+                check_and_print(&test, &reference, &CheckArgs::default(), !self.json, printer)?;
+            report.check = Some(result);
+        }
+        if self.json {
+            printer.json(&report)?;
+        }
+        let failed = report.check.as_ref().is_some_and(|check| !check.passed);
+        Ok(ExitCode::from(u8::from(failed)))
+    }
+
+    fn open(&self, printer: &mut Printer) -> anyhow::Result<(Checkpoint, Option<u64>)> {
+        if !self.random_weights {
+            let checkpoint = Checkpoint::open(&self.checkpoint)?;
+            for warning in checkpoint.warnings() {
+                printer.warn(warning);
+            }
+            return Ok((checkpoint, None));
+        }
+        let preset = self.checkpoint.to_str().and_then(firesteel_checkpoint::preset);
+        let config = match preset {
+            Some(config) => config,
+            None => {
+                let (config, warnings) = ModelConfig::open(&self.checkpoint)?;
+                warnings.iter().for_each(|warning| printer.warn(warning));
+                config
+            }
+        };
+        let dtype = config.dtype.unwrap_or(DType::BF16);
+        let weights = RandomWeights { dtype, seed: self.seed, outliers: false };
+        Ok((Checkpoint::random(config, weights), Some(self.seed)))
+    }
+}
+
+/// Threads that convert and write.
+pub(crate) fn threads() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from).clamp(1, 8)
+}
+
+/// The layers that `--layers` names.
+fn layer_range(text: &str, config: &ModelConfig) -> anyhow::Result<Range<usize>> {
+    let first = |kind: LayerKind| match config.layer_types.iter().position(|k| *k == kind) {
+        Some(layer) => Ok(layer..layer + 1),
+        None => bail!("--layers {text}: the model has no {kind} layer"),
+    };
+    match text {
+        "all" => Ok(0..config.num_layers()),
+        "sliding" => first(LayerKind::Sliding),
+        "full" => first(LayerKind::Full),
+        range => {
+            let parsed = range
+                .split_once(':')
+                .and_then(|(start, end)| Some(start.parse().ok()?..end.parse().ok()?));
+            match parsed {
+                Some(range) if range.start < range.end && range.end <= config.num_layers() => {
+                    Ok(range)
+                }
+                _ => bail!(
+                    "--layers {text}: all, sliding, full or A:B with A < B <= {} is accepted",
+                    config.num_layers()
+                ),
+            }
+        }
+    }
+}
+
+fn report(path: &Path, manifest: &Manifest) -> Report {
+    let kv = &manifest.kv_bytes;
+    Report {
+        path: path.to_owned(),
+        context: manifest.step.context,
+        tokens: manifest.step.tokens,
+        layers: manifest.step.layers.len(),
+        first_layer: manifest.step.first_layer,
+        layer_types: manifest.layer_types.clone(),
+        include_lm_head: manifest.has_head(),
+        head: manifest.head,
+        tensors_read: manifest.model.tensors_read,
+        dialect: manifest.options.dialect,
+        opset: manifest.opset,
+        dtype: manifest.step.dtype,
+        op_counts: manifest
+            .graphs
+            .iter()
+            .map(|graph| (graph.file.clone(), graph.op_counts.clone()))
+            .collect(),
+        data_bytes: manifest.data.iter().map(|data| data.bytes).sum(),
+        kv_bytes: KvBytes { hybrid: kv.hybrid, uniform: kv.uniform, saved: kv.saved },
+        kv_bytes_per_element: kv.bytes_per_element,
+        unused_inputs: manifest.unused_inputs.clone(),
+        wide: manifest.wide.reason.clone(),
+        check: None,
+    }
+}
+
+fn print(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
+    printer.line(format!("wrote {}", report.path.display()))?;
+    printer.line(format!(
+        "{} layers from {}, context {}, {} token{} a step, {} dialect, opset {}, {}",
+        report.layers,
+        report.first_layer,
+        report.context,
+        report.tokens,
+        if report.tokens == 1 { "" } else { "s" },
+        report.dialect,
+        report.opset,
+        report.dtype,
+    ))?;
+    for (file, counts) in &report.op_counts {
+        let nodes: usize = counts.values().sum();
+        printer.line(format!("{file}: {nodes} nodes of {} operators", counts.len()))?;
+    }
+    printer.line(format!(
+        "{} tensors, {} of data; KV at 16 bits {} instead of {}",
+        report.tensors_read,
+        mebibytes(report.data_bytes),
+        mebibytes(report.kv_bytes.hybrid),
+        mebibytes(report.kv_bytes.uniform),
+    ))?;
+    if !report.unused_inputs.is_empty() {
+        printer.line(format!("not in this slice: {}", report.unused_inputs.join(", ")))?;
+    }
+    Ok(())
+}

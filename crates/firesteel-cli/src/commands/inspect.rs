@@ -1,0 +1,443 @@
+use crate::printer::{Printer, mebibytes, table};
+use anyhow::Context as _;
+use clap::Args;
+use firesteel_artifact::{Artifact, Manifest};
+use firesteel_checkpoint::{Checkpoint, Head, LayerKind, ModelConfig, Weight};
+use firesteel_step::{CacheLayoutChoice, kv_bytes};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Show what a checkpoint, a config.json or an artifact is.
+#[derive(Debug, Args)]
+pub(crate) struct Inspect {
+    /// Checkpoint folder, config.json or artifact folder
+    path: PathBuf,
+    /// Contexts to give the KV cache's memory for
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',')]
+    #[arg(default_values_t = [4096, 32768, 131_072, 1_048_576])]
+    context: Vec<usize>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a model is.
+#[derive(Debug, Serialize)]
+struct Report {
+    path: PathBuf,
+    model_type: String,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    head_dim: usize,
+    vocab_size: usize,
+    max_position_embeddings: usize,
+    rms_norm_eps: f64,
+    layer_kinds: Vec<KindReport>,
+    layers: Vec<LayerReport>,
+    /// `tied`, `stored`, or null for a config without weights.
+    head: Option<&'static str>,
+    /// Element type of each stored tensor and how many have it; null without weights.
+    dtypes: Option<BTreeMap<String, usize>>,
+    parameters: u64,
+    weight_bytes: WeightBytes,
+    kv: Vec<KvReport>,
+    warnings: Vec<String>,
+}
+
+/// Layers of one kind.
+#[derive(Debug, Serialize)]
+struct KindReport {
+    kind: LayerKind,
+    count: usize,
+    window: Option<usize>,
+    rope_theta: Option<f64>,
+    rotary_dims: Option<usize>,
+}
+
+/// One layer.
+#[derive(Debug, Serialize)]
+struct LayerReport {
+    layer: usize,
+    kind: LayerKind,
+    window: Option<usize>,
+    rope_theta: Option<f64>,
+    rotary_dims: Option<usize>,
+    /// Name, element type and shape of each weight; empty without weights.
+    weights: Vec<WeightReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct WeightReport {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+}
+
+/// Bytes of all weights in each format.
+#[derive(Debug, Serialize)]
+struct WeightBytes {
+    /// As stored; null without weights.
+    stored: Option<u64>,
+    f32: u64,
+    f16: u64,
+    /// Matrices in 8 bits with an f32 scale a row, gates and norms in 16 bits.
+    int8_per_row: u64,
+    /// Matrices in 4 bits with an f32 scale a row, gates and norms in 16 bits.
+    int4_per_row: u64,
+}
+
+/// KV cache of one sequence, 16-bit entries.
+#[derive(Debug, Serialize)]
+struct KvReport {
+    context: usize,
+    bytes_per_element: usize,
+    ring: LayoutBytes,
+    roll: LayoutBytes,
+    all_full: LayoutBytes,
+}
+
+#[derive(Debug, Serialize)]
+struct LayoutBytes {
+    bytes: u64,
+    mib: f64,
+}
+
+impl LayoutBytes {
+    fn new(bytes: u64) -> Self {
+        Self { bytes, mib: bytes as f64 / f64::from(1 << 20) }
+    }
+}
+
+/// Bytes of a cache element in the report.
+const KV_ELEMENT_BYTES: usize = 2;
+
+impl Inspect {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        if Artifact::is_artifact(&self.path) {
+            let artifact = Artifact::open(&self.path)?;
+            if self.json {
+                printer.json(artifact.manifest())?;
+            } else {
+                print_artifact(artifact.manifest(), printer)?;
+            }
+            return Ok(ExitCode::SUCCESS);
+        }
+        let (config, checkpoint, warnings) = if self.path.is_dir() {
+            let checkpoint = Checkpoint::open(&self.path)?;
+            let warnings = checkpoint.warnings().to_vec();
+            (checkpoint.config().clone(), Some(checkpoint), warnings)
+        } else {
+            let (config, warnings) = ModelConfig::open(&self.path)?;
+            (config, None, warnings)
+        };
+        let report = self.report(&config, checkpoint.as_ref(), warnings)?;
+        if self.json {
+            printer.json(&report)?;
+        } else {
+            print_model(&report, printer)?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn report(
+        &self,
+        config: &ModelConfig,
+        checkpoint: Option<&Checkpoint>,
+        warnings: Vec<String>,
+    ) -> anyhow::Result<Report> {
+        let window = |kind| if kind == LayerKind::Sliding { config.sliding_window } else { None };
+        let layer_kinds = LayerKind::ALL
+            .into_iter()
+            .map(|kind| KindReport {
+                kind,
+                count: config.layer_types.iter().filter(|k| **k == kind).count(),
+                window: window(kind),
+                rope_theta: config.rope(kind).map(|rope| rope.theta),
+                rotary_dims: config.rope(kind).map(|rope| rope.dims),
+            })
+            .filter(|kind| kind.count > 0)
+            .collect();
+        let layers = config
+            .layer_types
+            .iter()
+            .enumerate()
+            .map(|(layer, &kind)| LayerReport {
+                layer,
+                kind,
+                window: window(kind),
+                rope_theta: config.rope(kind).map(|rope| rope.theta),
+                rotary_dims: config.rope(kind).map(|rope| rope.dims),
+                weights: checkpoint
+                    .and_then(|checkpoint| checkpoint.layers().get(layer))
+                    .map(|weights| weights.all().into_iter().map(weight_report).collect())
+                    .unwrap_or_default(),
+            })
+            .collect();
+        let stored_head = checkpoint.map_or(!config.tie_word_embeddings, |checkpoint| {
+            matches!(checkpoint.head(), Head::Stored(_))
+        });
+        let sizes = Sizes::of(config, stored_head).context("the model's size overflows")?;
+        let mut kv = Vec::new();
+        for &context in &self.context {
+            let bytes = |layout| {
+                kv_bytes(config, 0..config.num_layers(), context, layout, KV_ELEMENT_BYTES)
+                    .with_context(|| format!("--context {context}: the KV bytes overflow"))
+            };
+            let (ring, roll) = (bytes(CacheLayoutChoice::Ring)?, bytes(CacheLayoutChoice::Roll)?);
+            kv.push(KvReport {
+                context,
+                bytes_per_element: KV_ELEMENT_BYTES,
+                ring: LayoutBytes::new(ring.hybrid),
+                roll: LayoutBytes::new(roll.hybrid),
+                all_full: LayoutBytes::new(roll.uniform),
+            });
+        }
+        Ok(Report {
+            path: self.path.clone(),
+            model_type: config.model_type.clone(),
+            hidden_size: config.hidden_size,
+            intermediate_size: config.intermediate_size,
+            num_attention_heads: config.num_attention_heads,
+            num_key_value_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            vocab_size: config.vocab_size,
+            max_position_embeddings: config.max_position_embeddings,
+            rms_norm_eps: config.rms_norm_eps,
+            layer_kinds,
+            layers,
+            head: checkpoint.map(|_| if stored_head { "stored" } else { "tied" }),
+            dtypes: checkpoint.map(dtypes),
+            parameters: sizes.parameters(),
+            weight_bytes: sizes.bytes(checkpoint.map(stored_bytes)),
+            kv,
+            warnings,
+        })
+    }
+}
+
+fn weight_report(weight: &Weight) -> WeightReport {
+    WeightReport {
+        name: weight.name().to_owned(),
+        dtype: weight.dtype().to_string(),
+        shape: weight.shape().to_vec(),
+    }
+}
+
+/// All weights of a checkpoint, a stored head included.
+fn weights(checkpoint: &Checkpoint) -> Vec<&Weight> {
+    let mut weights = vec![checkpoint.embedding(), checkpoint.final_norm()];
+    weights.extend(checkpoint.layers().iter().flat_map(|layer| layer.all()));
+    if let Head::Stored(head) = checkpoint.head() {
+        weights.push(head);
+    }
+    weights
+}
+
+fn dtypes(checkpoint: &Checkpoint) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for weight in weights(checkpoint) {
+        *counts.entry(weight.dtype().to_string()).or_insert(0) += 1;
+    }
+    counts
+}
+
+fn stored_bytes(checkpoint: &Checkpoint) -> u64 {
+    weights(checkpoint)
+        .into_iter()
+        .map(|weight| weight.element_count() as u64 * weight.dtype().size() as u64)
+        .sum()
+}
+
+/// Elements and rows of a model's weights.
+struct Sizes {
+    /// Elements of matrices that quantize.
+    matrix: u64,
+    /// Rows of those matrices, each of which gets a scale.
+    rows: u64,
+    /// Elements of norms and gates.
+    small: u64,
+}
+
+impl Sizes {
+    fn of(config: &ModelConfig, stored_head: bool) -> Option<Self> {
+        let (hidden, wide) = (config.hidden_size as u64, config.intermediate_size as u64);
+        let (query, shared) = (config.query_size() as u64, config.key_value_size() as u64);
+        let (layers, heads) = (config.num_layers() as u64, config.num_attention_heads as u64);
+        let tables = if stored_head { 2 } else { 1 } * config.vocab_size as u64;
+        let qkv = query.checked_add(shared.checked_mul(2)?)?;
+        let layer =
+            [(qkv, hidden), (hidden, query), (wide, hidden), (wide, hidden), (hidden, wide)];
+        let (mut matrix, mut rows) = (tables.checked_mul(hidden)?, tables);
+        for (height, width) in layer {
+            matrix = matrix.checked_add(height.checked_mul(width)?.checked_mul(layers)?)?;
+            rows = rows.checked_add(height.checked_mul(layers)?)?;
+        }
+        let norms = hidden.checked_mul(layers.checked_mul(2)?.checked_add(1)?)?;
+        let gates = heads.checked_mul(hidden)?.checked_mul(layers)?;
+        let sizes = Self { matrix, rows, small: norms.checked_add(gates)? };
+        // The largest number that the report needs.
+        sizes.matrix.checked_add(sizes.small)?.checked_add(sizes.rows)?.checked_mul(4)?;
+        Some(sizes)
+    }
+
+    fn parameters(&self) -> u64 {
+        self.matrix + self.small
+    }
+
+    fn bytes(&self, stored: Option<u64>) -> WeightBytes {
+        WeightBytes {
+            stored,
+            f32: 4 * self.parameters(),
+            f16: 2 * self.parameters(),
+            int8_per_row: self.matrix + 4 * self.rows + 2 * self.small,
+            int4_per_row: self.matrix.div_ceil(2) + 4 * self.rows + 2 * self.small,
+        }
+    }
+}
+
+fn print_model(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
+    for warning in &report.warnings {
+        printer.warn(warning);
+    }
+    printer.line(format!("{}: {}", report.path.display(), report.model_type))?;
+    printer.line(format!(
+        "{} parameters, hidden {}, feed-forward {}, {} heads over {} key/value heads of {}, \
+         vocabulary {}, up to {} positions",
+        report.parameters,
+        report.hidden_size,
+        report.intermediate_size,
+        report.num_attention_heads,
+        report.num_key_value_heads,
+        report.head_dim,
+        report.vocab_size,
+        report.max_position_embeddings,
+    ))?;
+    let dash = || "-".to_owned();
+    let mut rows = vec![
+        ["layers", "count", "window", "rope theta", "rotary dims"].map(str::to_owned).to_vec(),
+    ];
+    for kind in &report.layer_kinds {
+        rows.push(vec![
+            kind.kind.to_string(),
+            kind.count.to_string(),
+            kind.window.map_or_else(dash, |window| window.to_string()),
+            kind.rope_theta.map_or_else(dash, |theta| theta.to_string()),
+            kind.rotary_dims.map_or_else(dash, |dims| format!("{dims} of {}", report.head_dim)),
+        ]);
+    }
+    print_table(&rows, printer)?;
+    if let (Some(head), Some(dtypes)) = (report.head, &report.dtypes) {
+        let dtypes: Vec<String> =
+            dtypes.iter().map(|(dtype, count)| format!("{count} in {dtype}")).collect();
+        printer.line(format!("head {head}; weights: {}", dtypes.join(", ")))?;
+        let mut rows = vec![["layer", "weight", "dtype", "shape"].map(str::to_owned).to_vec()];
+        for kind in &report.layer_kinds {
+            let Some(layer) = report.layers.iter().find(|layer| layer.kind == kind.kind) else {
+                continue;
+            };
+            for weight in &layer.weights {
+                let name = weight.name.trim_start_matches("model.layers.");
+                let name = name.split_once('.').map_or(name, |(_, name)| name);
+                rows.push(vec![
+                    format!("{} ({})", layer.layer, layer.kind),
+                    name.to_owned(),
+                    weight.dtype.clone(),
+                    format!("{:?}", weight.shape),
+                ]);
+            }
+        }
+        print_table(&rows, printer)?;
+    }
+    let bytes = &report.weight_bytes;
+    let mut rows = vec![["weights", "bytes", "MiB"].map(str::to_owned).to_vec()];
+    let formats = [
+        ("stored", bytes.stored),
+        ("f32", Some(bytes.f32)),
+        ("f16, bf16", Some(bytes.f16)),
+        ("int8 per row", Some(bytes.int8_per_row)),
+        ("int4 per row", Some(bytes.int4_per_row)),
+    ];
+    for (name, bytes) in formats {
+        if let Some(bytes) = bytes {
+            rows.push(vec![name.into(), bytes.to_string(), mebibytes(bytes)]);
+        }
+    }
+    print_table(&rows, printer)?;
+    let titles = ["KV at 16 bits", "ring", "", "roll", "", "all layers full", ""];
+    let mut rows = vec![titles.map(str::to_owned).to_vec()];
+    for kv in &report.kv {
+        let mut row = vec![format!("context {}", kv.context)];
+        for layout in [&kv.ring, &kv.roll, &kv.all_full] {
+            row.extend([layout.bytes.to_string(), mebibytes(layout.bytes)]);
+        }
+        rows.push(row);
+    }
+    print_table(&rows, printer)
+}
+
+fn print_artifact(manifest: &Manifest, printer: &mut Printer) -> anyhow::Result<()> {
+    let step = &manifest.step;
+    printer.line(format!(
+        "artifact of {}, {} dialect, opset {}, {} values",
+        manifest.model.model_type, manifest.options.dialect, manifest.opset, step.dtype
+    ))?;
+    printer.line(format!(
+        "layers {}..{} of {}, context {}, {} token{} a step, head {}",
+        step.first_layer,
+        step.first_layer + step.layers.len(),
+        manifest.model.num_layers,
+        step.context,
+        step.tokens,
+        if step.tokens == 1 { "" } else { "s" },
+        match manifest.head {
+            None => "left out",
+            Some(firesteel_artifact::HeadSource::Tied) => "tied",
+            Some(firesteel_artifact::HeadSource::Stored) => "stored",
+        }
+    ))?;
+    if let Some(seed) = manifest.model.random_seed {
+        printer.line(format!("random weights (seed {seed}): for profiling only"))?;
+    }
+    let mut rows = vec![["tensor", "dtype", "shape"].map(str::to_owned).to_vec()];
+    for tensor in step.inputs.iter().chain(&step.outputs) {
+        rows.push(vec![
+            tensor.name.clone(),
+            tensor.dtype.to_string(),
+            format!("{:?}", tensor.shape),
+        ]);
+    }
+    print_table(&rows, printer)?;
+    if !manifest.unused_inputs.is_empty() {
+        printer.line(format!("not in this slice: {}", manifest.unused_inputs.join(", ")))?;
+    }
+    printer.line(format!("wide tensors: {}", manifest.wide.reason))?;
+    for graph in &manifest.graphs {
+        let counts: Vec<String> =
+            graph.op_counts.iter().map(|(op, count)| format!("{count} {op}")).collect();
+        printer.line(format!("{}: {}", graph.file, counts.join(", ")))?;
+    }
+    for data in &manifest.data {
+        printer.line(format!("{}: {} bytes, {}", data.file, data.bytes, mebibytes(data.bytes)))?;
+    }
+    let kv = &manifest.kv_bytes;
+    printer.line(format!(
+        "KV at 16 bits: {} bytes, {}; all layers full: {} bytes, {}; this graph's inputs: {} bytes",
+        kv.hybrid,
+        mebibytes(kv.hybrid),
+        kv.uniform,
+        mebibytes(kv.uniform),
+        kv.graph_inputs
+    ))?;
+    Ok(())
+}
+
+fn print_table(rows: &[Vec<String>], printer: &mut Printer) -> anyhow::Result<()> {
+    for line in table(rows) {
+        printer.line(line)?;
+    }
+    Ok(())
+}

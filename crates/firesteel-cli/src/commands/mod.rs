@@ -1,0 +1,9 @@
+//! One file a verb.
+
+pub(crate) mod bench;
+pub(crate) mod check;
+pub(crate) mod export;
+pub(crate) mod generate;
+pub(crate) mod inspect;
+pub(crate) mod setup;
+pub(crate) mod synth;

@@ -1,0 +1,39 @@
+use crate::printer::Printer;
+use clap::{Args, Subcommand};
+use firesteel_ort::{SetupOptions, cache_root, setup_ort};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Install a pinned library into the cache folder.
+#[derive(Debug, Args)]
+pub(crate) struct Setup {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// ONNX Runtime, from its PyPI wheel through pip.
+    Ort(Ort),
+}
+
+/// ONNX Runtime, from its PyPI wheel through pip.
+#[derive(Debug, Args)]
+struct Ort {
+    /// Python whose pip fetches the wheel [default: python3]
+    #[arg(long, value_name = "PATH")]
+    python: Option<PathBuf>,
+    /// Install again what is installed already
+    #[arg(long)]
+    force: bool,
+}
+
+impl Setup {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let What::Ort(Ort { python, force }) = self.what;
+        let options = SetupOptions { cache: cache_root()?, python, force };
+        let library = setup_ort(options, &mut |line| printer.talk(line))?;
+        printer.line(library.display().to_string())?;
+        Ok(ExitCode::SUCCESS)
+    }
+}

@@ -1,0 +1,82 @@
+//! The `firesteel` command: one verb a stage, in the order of the data.
+
+mod commands;
+mod printer;
+mod progress;
+mod source;
+
+use clap::{Parser, Subcommand};
+use printer::Printer;
+use std::process::ExitCode;
+
+/// Takes an on-device language model from its published checkpoint to the phone.
+#[derive(Debug, Parser)]
+#[command(name = "firesteel", version, about, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show what a checkpoint, a config.json or an artifact is.
+    Inspect(commands::inspect::Inspect),
+    /// Write a checkpoint of a published shape with random weights.
+    Synth(commands::synth::Synth),
+    /// Write the static decode-step graph of a checkpoint.
+    Export(commands::export::Export),
+    /// Compare two runners on the same tokens.
+    Check(commands::check::Check),
+    /// Generate text.
+    Generate(commands::generate::Generate),
+    /// Measure this program on this machine.
+    Bench(commands::bench::Bench),
+    /// Install a pinned library into the cache folder.
+    Setup(commands::setup::Setup),
+}
+
+/// Exit code for the user's input: a bad argument, file or result.
+const USER: u8 = 1;
+
+/// Exit code for our own fault.
+const OURS: u8 = 2;
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("FIRESTEEL_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("off"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let failed = error.use_stderr();
+            // Help and version go to stdout and are no error; nothing can be done if that fails.
+            let _ = error.print();
+            return ExitCode::from(if failed { USER } else { 0 });
+        }
+    };
+    let mut printer = Printer::new();
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match cli.command {
+        Command::Inspect(command) => command.run(&mut printer),
+        Command::Synth(command) => command.run(&mut printer),
+        Command::Export(command) => command.run(&mut printer),
+        Command::Check(command) => command.run(&mut printer),
+        Command::Generate(command) => command.run(&mut printer),
+        Command::Bench(command) => command.run(&mut printer),
+        Command::Setup(command) => command.run(&mut printer),
+    }));
+    let mut printer = Printer::new();
+    match outcome {
+        Ok(Ok(code)) => code,
+        // A reader that closed the pipe has seen enough.
+        Ok(Err(error)) if printer::is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Ok(Err(error)) => {
+            printer.error(&error);
+            ExitCode::from(USER)
+        }
+        Err(_) => {
+            printer
+                .talk("error: firesteel failed; this is a fault of the program, please report it");
+            ExitCode::from(OURS)
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! What a path on the command line is, and how to run it.
+
+use crate::printer::Printer;
+use anyhow::bail;
+use clap::{Args, ValueEnum};
+use firesteel_artifact::{Artifact, HeadRunner};
+use firesteel_checkpoint::{Checkpoint, ModelConfig};
+use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
+use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
+use firesteel_step::{Embedding, Runner, RunnerError, StepSpec};
+use firesteel_tensor::TensorView;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Who executes steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RunnerKind {
+    /// The CPU engine, from a checkpoint.
+    Engine,
+    /// The graph evaluator, from an artifact.
+    Evaluator,
+    /// ONNX Runtime on the CPU, from an artifact.
+    Ort,
+}
+
+/// Where ONNX Runtime is.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct OrtArgs {
+    /// ONNX Runtime library, or a folder that holds it; else FIRESTEEL_ORT, else what
+    /// `firesteel setup ort` installed.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) ort: Option<PathBuf>,
+}
+
+/// A checkpoint or an artifact.
+pub(crate) enum Source {
+    Checkpoint(Arc<Checkpoint>),
+    Artifact(Box<Artifact>),
+}
+
+impl Source {
+    /// Opens what `path` is and says its warnings.
+    pub(crate) fn open(path: &Path, printer: &mut Printer) -> anyhow::Result<Self> {
+        if Artifact::is_artifact(path) {
+            return Ok(Self::Artifact(Box::new(Artifact::open(path)?)));
+        }
+        let checkpoint = Checkpoint::open(path)?;
+        for warning in checkpoint.warnings() {
+            printer.warn(warning);
+        }
+        Ok(Self::Checkpoint(Arc::new(checkpoint)))
+    }
+
+    /// The runner that this source has by itself.
+    pub(crate) fn default_runner(&self) -> RunnerKind {
+        match self {
+            Self::Checkpoint(_) => RunnerKind::Engine,
+            Self::Artifact(_) => RunnerKind::Evaluator,
+        }
+    }
+
+    /// A runner of this source. A checkpoint runs steps of `spec`, an artifact those it was made
+    /// for.
+    pub(crate) fn runner(
+        &self,
+        kind: RunnerKind,
+        spec: Option<&StepSpec>,
+        layer_outputs: bool,
+        ort: &OrtArgs,
+    ) -> anyhow::Result<Box<dyn Runner>> {
+        match (self, kind) {
+            (Self::Checkpoint(checkpoint), RunnerKind::Engine) => {
+                let Some(spec) = spec else { bail!("the engine needs to know the step") };
+                let mut spec = spec.clone();
+                if layer_outputs {
+                    spec = spec.with_layer_outputs();
+                }
+                let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
+                Ok(Box::new(engine.runner(spec)?))
+            }
+            (Self::Checkpoint(_), _) => bail!(
+                "a checkpoint has no graph to run on {}; export it first, or use --runner engine",
+                name(kind)
+            ),
+            (Self::Artifact(_), RunnerKind::Engine) => bail!(
+                "the engine runs checkpoints, and this is an artifact; use --runner evaluator or \
+                 --runner ort"
+            ),
+            (Self::Artifact(artifact), RunnerKind::Evaluator) => {
+                Ok(artifact.evaluator(layer_outputs)?)
+            }
+            (Self::Artifact(artifact), RunnerKind::Ort) => ort_runner(artifact, layer_outputs, ort),
+        }
+    }
+
+    /// The embedding table, if this source has one.
+    pub(crate) fn embedding(&self) -> anyhow::Result<Option<Box<dyn Embedding>>> {
+        Ok(match self {
+            Self::Checkpoint(checkpoint) => {
+                Some(Box::new(CheckpointEmbedding::new(Arc::clone(checkpoint))))
+            }
+            Self::Artifact(artifact) => artifact.embedding()?.map(|table| Box::new(table) as _),
+        })
+    }
+
+    /// The folder, for the tokenizer; `None` for weights that are not on disk.
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint.path(),
+            Self::Artifact(artifact) => Some(artifact.folder()),
+        }
+    }
+
+    /// The model's config: that of the checkpoint, or the copy in the artifact.
+    pub(crate) fn config(&self) -> anyhow::Result<ModelConfig> {
+        Ok(match self {
+            Self::Checkpoint(checkpoint) => checkpoint.config().clone(),
+            Self::Artifact(artifact) => ModelConfig::open(artifact.folder())?.0,
+        })
+    }
+}
+
+fn name(kind: RunnerKind) -> &'static str {
+    match kind {
+        RunnerKind::Engine => "the engine",
+        RunnerKind::Evaluator => "the evaluator",
+        RunnerKind::Ort => "ONNX Runtime",
+    }
+}
+
+/// The artifact on ONNX Runtime, with the settings for checking.
+fn ort_runner(
+    artifact: &Artifact,
+    layer_outputs: bool,
+    ort: &OrtArgs,
+) -> anyhow::Result<Box<dyn Runner>> {
+    let options = OrtOptions { library: ort.ort.clone(), ..OrtOptions::default() };
+    let manifest = artifact.manifest();
+    let Some((first, parts)) = manifest.graphs.split_first() else {
+        bail!("the manifest names no graph");
+    };
+    let path = artifact.graph_path(first);
+    let spec = artifact.step_spec(layer_outputs);
+    let step: Box<dyn Runner> = if layer_outputs {
+        // The layers' values are outputs of a copy in memory; the file stays what it is.
+        let names: Vec<&str> = first.layer_hidden.iter().map(String::as_str).collect();
+        let bytes = firesteel_onnx::model_with_outputs(&path, &names)?;
+        Box::new(OrtRunner::from_bytes(&bytes, artifact.folder(), spec, &options)?)
+    } else {
+        Box::new(OrtRunner::open(&path, spec, &options)?)
+    };
+    let mut heads: Vec<HeadRunner> = Vec::new();
+    for part in parts {
+        let mut model = OrtModel::open(&artifact.graph_path(part), &options)?;
+        heads.push(Box::new(move |hidden: TensorView<'_>| {
+            let fail = |message: String| RunnerError::Failed { runner: "ort".into(), message };
+            let outputs =
+                model.run(&[("hidden", hidden)]).map_err(|error| fail(error.to_string()))?;
+            outputs.into_iter().next().ok_or_else(|| fail("a head graph has no output".into()))
+        }));
+    }
+    Ok(artifact.join(step, heads)?)
+}

@@ -1,0 +1,262 @@
+use crate::attention::{Attention, Entries};
+use crate::math::{Gelu, project, rms_norm, rotate, sigmoid};
+use crate::{EngineError, NAME, fit};
+use firesteel_checkpoint::{Checkpoint, LayerWeights, Weight};
+use firesteel_step::{
+    LayerSpec, Logits, Role, Runner, RunnerError, StepInputs, StepOutputs, StepSpec,
+};
+use firesteel_tensor::Tensor;
+use rayon::prelude::*;
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// Elements of an activation that one task handles at least.
+const MIN_ELEMENTS: usize = 1024;
+
+/// How the engine computes where artifacts may differ from the checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EngineOptions {
+    /// Form of the feed-forward activation.
+    pub gelu: Gelu,
+}
+
+/// A model on the CPU: a shared checkpoint and the way it is computed. Clones share the weights.
+#[derive(Clone)]
+pub struct Engine {
+    checkpoint: Arc<Checkpoint>,
+    options: EngineOptions,
+}
+
+impl Engine {
+    /// The model in `checkpoint`.
+    pub fn new(checkpoint: Arc<Checkpoint>, options: EngineOptions) -> Self {
+        Self { checkpoint, options }
+    }
+
+    /// The checkpoint.
+    pub fn checkpoint(&self) -> &Arc<Checkpoint> {
+        &self.checkpoint
+    }
+
+    /// A runner of the steps of `spec`: any T, any slice of layers, f32 or f16 tensors.
+    ///
+    /// # Errors
+    /// When `spec` is not a step of this model; the error names the difference.
+    pub fn runner(&self, spec: StepSpec) -> Result<EngineRunner, EngineError> {
+        fit::check(&self.checkpoint, &spec)?;
+        Ok(EngineRunner { engine: self.clone(), spec })
+    }
+
+    /// Executes one step of `spec`, which fits this model.
+    fn step(&self, spec: &StepSpec, inputs: &StepInputs<'_>) -> Result<StepOutputs, EngineError> {
+        let config = self.checkpoint.config();
+        let mut outputs = Outputs { spec, tensors: vec![None; spec.outputs.len()] };
+        let mut hidden: Vec<f64> =
+            input(spec, inputs, Role::Embedding)?.iter().copied().map(f64::from).collect();
+        let weights = self.checkpoint.layers().iter().skip(spec.first_layer);
+        for (index, (layer, weights)) in spec.layers.iter().zip(weights).enumerate() {
+            let step = LayerStep { engine: self, spec, inputs, index, layer, weights };
+            let (keys, values) = step.attention(&mut hidden)?;
+            step.feed_forward(&mut hidden)?;
+            let (heads, count) = (spec.num_key_value_heads, spec.returned_entries(layer));
+            outputs.put(Role::KeyNew(index), || keys.last(heads, count))?;
+            outputs.put(Role::ValueNew(index), || values.last(heads, count))?;
+            outputs.put(Role::LayerHidden(index), || narrowed(&hidden))?;
+        }
+        let headed = match spec.logits {
+            Logits::Hidden => {
+                outputs.put(Role::Hidden, || narrowed(&hidden))?;
+                return outputs.finish();
+            }
+            Logits::Last => &hidden[hidden.len() - spec.hidden_size..],
+            Logits::All => &hidden[..],
+        };
+        let normed = rms_norm(self.checkpoint.final_norm(), config.rms_norm_eps, headed)?;
+        let tokens = normed.len() / spec.hidden_size;
+        let logits = project(self.checkpoint.head_weight(), &normed, tokens)?;
+        outputs.put(Role::Logits, || narrowed(&logits))?;
+        outputs.finish()
+    }
+}
+
+/// Executes the steps of one [`StepSpec`] from the checkpoint.
+pub struct EngineRunner {
+    engine: Engine,
+    spec: StepSpec,
+}
+
+impl EngineRunner {
+    /// A runner of the steps of `spec` with default options; see [`Engine::runner`].
+    ///
+    /// # Errors
+    /// When `spec` is not a step of this model; the error names the difference.
+    pub fn new(checkpoint: Arc<Checkpoint>, spec: StepSpec) -> Result<Self, EngineError> {
+        Engine::new(checkpoint, EngineOptions::default()).runner(spec)
+    }
+}
+
+impl Runner for EngineRunner {
+    fn spec(&self) -> &StepSpec {
+        &self.spec
+    }
+
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn settings(&self) -> Vec<(String, String)> {
+        vec![
+            ("gelu".into(), self.engine.options.gelu.name().into()),
+            ("arithmetic".into(), "f64".into()),
+        ]
+    }
+
+    fn step(&mut self, inputs: &StepInputs<'_>) -> Result<StepOutputs, RunnerError> {
+        // The inputs may have been checked against another spec.
+        let inputs = StepInputs::new(&self.spec, inputs.tensors().to_vec())?;
+        Ok(self.engine.step(&self.spec, &inputs)?)
+    }
+}
+
+/// One layer in one step.
+struct LayerStep<'a> {
+    engine: &'a Engine,
+    spec: &'a StepSpec,
+    inputs: &'a StepInputs<'a>,
+    index: usize,
+    layer: &'a LayerSpec,
+    weights: &'a LayerWeights,
+}
+
+impl<'a> LayerStep<'a> {
+    /// Adds gated attention to `hidden` and returns the layer's keys and values.
+    fn attention(&self, hidden: &mut [f64]) -> Result<(Entries<'a>, Entries<'a>), EngineError> {
+        let spec = self.spec;
+        let (tokens, width) = (spec.tokens, spec.head_dim);
+        let (heads, kv_heads) = (spec.num_attention_heads, spec.num_key_value_heads);
+        let cos = self.input(Role::Cos(self.layer.kind))?;
+        let sin = self.input(Role::Sin(self.layer.kind))?;
+        let mask = self.input(Role::Mask(self.layer.kind))?;
+        let normed = self.norm(&self.weights.input_norm, hidden)?;
+        let gates = project(&self.weights.head_gate, &normed, tokens)?;
+        let mut qkv = project(&self.weights.qkv, &normed, tokens)?;
+        let rotary = cos.len() / tokens;
+        let row = (heads + 2 * kv_heads) * width;
+        for (t, row) in qkv.chunks_exact_mut(row).enumerate() {
+            let range = t * rotary..(t + 1) * rotary;
+            for head in row.chunks_exact_mut(width).take(heads + kv_heads) {
+                rotate(head, &cos[range.clone()], &sin[range.clone()]);
+            }
+        }
+        let entries = |role, first_head: usize| -> Result<Entries<'a>, EngineError> {
+            let mut new = Vec::with_capacity(kv_heads * tokens * width);
+            for head in first_head..first_head + kv_heads {
+                for row in qkv.chunks_exact(row) {
+                    new.extend(row[head * width..(head + 1) * width].iter().map(|&v| v as f32));
+                }
+            }
+            Ok(Entries {
+                cached: self.input(role)?,
+                new,
+                cache_length: self.layer.cache_length,
+                tokens,
+                head_dim: width,
+            })
+        };
+        let keys = entries(Role::KeyCache(self.index), heads)?;
+        let values = entries(Role::ValueCache(self.index), heads + kv_heads)?;
+        let dropped = spec.dropped_entries(self.layer);
+        let attention = Attention { keys: &keys, values: &values, dropped };
+        let scored = spec.scored_keys(self.layer);
+        let group = heads / kv_heads;
+        let mut attended = vec![0f64; tokens * heads * width];
+        attended.par_chunks_exact_mut(width).enumerate().for_each_init(
+            || Vec::with_capacity(scored),
+            |scores, (i, out)| {
+                let (t, head) = (i / heads, i % heads);
+                let query = &qkv[t * row + head * width..][..width];
+                let mask = &mask[t * scored..(t + 1) * scored];
+                attention.attend(head / group, query, mask, scores, out);
+                let gate = sigmoid(gates[i]);
+                for out in out {
+                    *out *= gate;
+                }
+            },
+        );
+        add(hidden, &project(&self.weights.attention_out, &attended, tokens)?);
+        Ok((keys, values))
+    }
+
+    /// Adds the feed-forward part to `hidden`.
+    fn feed_forward(&self, hidden: &mut [f64]) -> Result<(), EngineError> {
+        let (tokens, gelu) = (self.spec.tokens, self.engine.options.gelu);
+        let normed = self.norm(&self.weights.post_attention_norm, hidden)?;
+        let mut inner = project(&self.weights.mlp_gate, &normed, tokens)?;
+        let up = project(&self.weights.mlp_up, &normed, tokens)?;
+        inner
+            .par_iter_mut()
+            .zip(&up)
+            .with_min_len(MIN_ELEMENTS)
+            .for_each(|(gate, up)| *gate = gelu.apply(*gate) * up);
+        add(hidden, &project(&self.weights.mlp_down, &inner, tokens)?);
+        Ok(())
+    }
+
+    fn norm(&self, weight: &Weight, hidden: &[f64]) -> Result<Vec<f64>, EngineError> {
+        let epsilon = self.engine.checkpoint.config().rms_norm_eps;
+        Ok(rms_norm(weight, epsilon, hidden)?)
+    }
+
+    fn input(&self, role: Role) -> Result<Cow<'a, [f32]>, EngineError> {
+        input(self.spec, self.inputs, role)
+    }
+}
+
+/// The values of the input with `role`, as f32.
+fn input<'a>(
+    spec: &StepSpec,
+    inputs: &StepInputs<'a>,
+    role: Role,
+) -> Result<Cow<'a, [f32]>, EngineError> {
+    Ok(inputs.get(spec, role).ok_or(EngineError::Missing { role })?.to_f32()?)
+}
+
+/// `values` rounded to f32.
+fn narrowed(values: &[f64]) -> Vec<f32> {
+    values.iter().map(|&value| value as f32).collect()
+}
+
+/// Adds `change` to `values`.
+fn add(values: &mut [f64], change: &[f64]) {
+    for (value, change) in values.iter_mut().zip(change) {
+        *value += change;
+    }
+}
+
+/// The outputs of a step while they are made.
+struct Outputs<'a> {
+    spec: &'a StepSpec,
+    tensors: Vec<Option<Tensor>>,
+}
+
+impl Outputs<'_> {
+    /// Makes the output with `role`, if the step has one.
+    fn put(&mut self, role: Role, values: impl FnOnce() -> Vec<f32>) -> Result<(), EngineError> {
+        for (declared, tensor) in self.spec.outputs.iter().zip(&mut self.tensors) {
+            if declared.role == role {
+                let shape = declared.shape.clone();
+                *tensor = Some(Tensor::from_f32_as(declared.dtype, shape, values())?);
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<StepOutputs, EngineError> {
+        let mut tensors = Vec::with_capacity(self.tensors.len());
+        for (declared, tensor) in self.spec.outputs.iter().zip(self.tensors) {
+            tensors.push(tensor.ok_or(EngineError::Missing { role: declared.role })?);
+        }
+        Ok(StepOutputs::new(self.spec, tensors)?)
+    }
+}

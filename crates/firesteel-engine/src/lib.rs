@@ -1,0 +1,70 @@
+//! CPU inference from the checkpoint: an implementation of the model that shares nothing with the
+//! step graph, so that one can be checked against the other.
+//!
+//! An [`Engine`] holds a shared [`Checkpoint`]; an [`EngineRunner`] executes the steps of one
+//! [`StepSpec`] on it. Weights stay where the checkpoint keeps them and are widened a few rows at a
+//! time. Activations and sums are f64; only the tensors of the contract are rounded, each once, to
+//! the element type that the contract names. The result does not depend on the number of threads:
+//! every value is computed by one task in one fixed order.
+//!
+//! [`Checkpoint`]: firesteel_checkpoint::Checkpoint
+//! [`StepSpec`]: firesteel_step::StepSpec
+
+mod attention;
+mod embedding;
+mod engine;
+mod fit;
+mod math;
+
+pub use embedding::CheckpointEmbedding;
+pub use engine::{Engine, EngineOptions, EngineRunner};
+pub use math::Gelu;
+
+use firesteel_checkpoint::CheckpointError;
+use firesteel_step::{Role, RunnerError, StepError};
+use firesteel_tensor::TensorError;
+
+/// Name of the runner in reports and errors.
+const NAME: &str = "engine";
+
+/// What can go wrong in the engine.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// The step was made for another model.
+    #[error("{what} of the step is {step}, but {model} makes it {expected}")]
+    Mismatch {
+        /// What differs.
+        what: String,
+        /// Value in the step.
+        step: String,
+        /// Where the checkpoint is.
+        model: String,
+        /// Value that the checkpoint's config makes.
+        expected: String,
+    },
+    /// The step lacks a tensor that the model computes with or returns.
+    #[error("the step has no tensor for {role:?}")]
+    Missing {
+        /// What the tensor would be.
+        role: Role,
+    },
+    /// The inputs, the outputs or the step itself break the contract.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// A weight cannot be read.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A tensor has the wrong type or length.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+}
+
+impl From<EngineError> for RunnerError {
+    fn from(error: EngineError) -> Self {
+        match error {
+            EngineError::Step(error) => Self::Step(error),
+            error => Self::Failed { runner: NAME.into(), message: error.to_string() },
+        }
+    }
+}

@@ -1,0 +1,168 @@
+use firesteel_checkpoint::{CheckpointError, Weight};
+use rayon::prelude::*;
+use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
+
+/// Form of the feed-forward activation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Gelu {
+    /// x/2 · (1 + erf(x/√2)), the form the model was trained with.
+    #[default]
+    Exact,
+    /// x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) (Hendrycks and Gimpel, 2016).
+    Tanh,
+    /// x · sigmoid(1.702 x) (same source).
+    Sigmoid,
+}
+
+impl Gelu {
+    /// The lower-case name, as in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Exact => "exact",
+            Self::Tanh => "tanh",
+            Self::Sigmoid => "sigmoid",
+        }
+    }
+
+    /// The activation of `x`.
+    pub(crate) fn apply(self, x: f64) -> f64 {
+        match self {
+            // 1 + erf(y) = erfc(-y), which does not cancel for negative y.
+            Self::Exact => 0.5 * x * libm::erfc(-x * FRAC_1_SQRT_2),
+            Self::Tanh => {
+                0.5 * x * (1.0 + libm::tanh(FRAC_2_PI.sqrt() * (x + 0.044715 * x * x * x)))
+            }
+            Self::Sigmoid => x * sigmoid(1.702 * x),
+        }
+    }
+}
+
+/// 1 / (1 + e^(−x)).
+pub(crate) fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + libm::exp(-x))
+}
+
+/// Weight rows that one task widens and multiplies at once; with the rows of a model's width they
+/// stay in the second-level cache.
+const BLOCK_ROWS: usize = 4;
+
+/// Independent sums of a dot product: enough to hide the latency of an addition.
+const LANES: usize = 8;
+
+/// Dot product of `weights` and `values`, summed in a fixed order. The products are exact.
+pub(crate) fn dot(weights: &[f32], values: &[f64]) -> f64 {
+    let mut sums = [0f64; LANES];
+    let mut weight_blocks = weights.chunks_exact(LANES);
+    let mut value_blocks = values.chunks_exact(LANES);
+    for (weights, values) in (&mut weight_blocks).zip(&mut value_blocks) {
+        for lane in 0..LANES {
+            sums[lane] += f64::from(weights[lane]) * values[lane];
+        }
+    }
+    let rest = weight_blocks.remainder().iter().zip(value_blocks.remainder());
+    sums.iter().sum::<f64>() + rest.map(|(w, v)| f64::from(*w) * v).sum::<f64>()
+}
+
+/// `input` `[tokens, K]` times the transpose of `weight` `[N, K]`: `[tokens, N]`.
+pub(crate) fn project(
+    weight: &Weight,
+    input: &[f64],
+    tokens: usize,
+) -> Result<Vec<f64>, CheckpointError> {
+    let columns = input.len() / tokens;
+    let rows = weight.element_count() / columns;
+    let mut by_row = vec![0f64; rows * tokens];
+    by_row.par_chunks_mut(BLOCK_ROWS * tokens).enumerate().try_for_each_init(
+        || vec![0f32; BLOCK_ROWS * columns],
+        |scratch, (block, out)| {
+            let widened = &mut scratch[..out.len() / tokens * columns];
+            weight.read_f32(block * BLOCK_ROWS * columns, widened)?;
+            for (token, values) in input.chunks_exact(columns).enumerate() {
+                for (weights, out) in widened.chunks_exact(columns).zip(out.chunks_mut(tokens)) {
+                    out[token] = dot(weights, values);
+                }
+            }
+            Ok::<(), CheckpointError>(())
+        },
+    )?;
+    if tokens == 1 {
+        return Ok(by_row);
+    }
+    let mut by_token = vec![0f64; rows * tokens];
+    for (token, out) in by_token.chunks_exact_mut(rows).enumerate() {
+        for (value, of_row) in out.iter_mut().zip(by_row.chunks_exact(tokens)) {
+            *value = of_row[token];
+        }
+    }
+    Ok(by_token)
+}
+
+/// RMSNorm of each row of `input` `[tokens, H]` with `weight` `[H]`.
+pub(crate) fn rms_norm(
+    weight: &Weight,
+    epsilon: f64,
+    input: &[f64],
+) -> Result<Vec<f64>, CheckpointError> {
+    let mut scale = vec![0f32; weight.element_count()];
+    weight.read_f32(0, &mut scale)?;
+    let mut output = Vec::with_capacity(input.len());
+    for row in input.chunks_exact(scale.len()) {
+        let mean_square = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+        let inverse = 1.0 / (mean_square + epsilon).sqrt();
+        output.extend(row.iter().zip(&scale).map(|(x, scale)| x * inverse * f64::from(*scale)));
+    }
+    Ok(output)
+}
+
+/// Rotates the leading dimensions of `head`, as many as `cos` and `sin` have: dimension j of the
+/// first half of them pairs with dimension j of the second half.
+pub(crate) fn rotate(head: &mut [f64], cos: &[f32], sin: &[f32]) {
+    let half = cos.len() / 2;
+    let (cos_low, cos_high) = cos.split_at(half);
+    let (sin_low, sin_high) = sin.split_at(half);
+    let (low, high) = head[..cos.len()].split_at_mut(half);
+    for j in 0..half {
+        let (x, y) = (low[j], high[j]);
+        low[j] = x * f64::from(cos_low[j]) - y * f64::from(sin_low[j]);
+        high[j] = y * f64::from(cos_high[j]) + x * f64::from(sin_high[j]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gelu_forms_have_their_known_values() {
+        let cases = [
+            (Gelu::Exact, 1.0, 0.841_344_746_068_542_9),
+            (Gelu::Exact, -3.0, -0.004_049_694_098_126_998),
+            (Gelu::Exact, -40.0, 0.0),
+            (Gelu::Tanh, 1.0, 0.841_191_990_608_276_2),
+            (Gelu::Tanh, -40.0, 0.0),
+            (Gelu::Sigmoid, 1.0, 0.845_795_765_961_361_4),
+            (Gelu::Sigmoid, -1000.0, 0.0),
+        ];
+        for (gelu, x, expected) in cases {
+            let actual = gelu.apply(x);
+            assert!((actual - expected).abs() < 1e-10, "{gelu:?}({x}) = {actual}");
+        }
+    }
+
+    #[test]
+    fn dot_products_cover_every_length() {
+        for length in [0, 1, LANES - 1, LANES, LANES + 1, 3 * LANES + 5] {
+            let weights: Vec<f32> = (0..length).map(|i| i as f32 - 3.0).collect();
+            let values: Vec<f64> = (0..length).map(|i| 0.5 * i as f64).collect();
+            let expected: f64 = (0..length).map(|i| (i as f64 - 3.0) * 0.5 * i as f64).sum();
+            assert_eq!(dot(&weights, &values), expected, "length {length}");
+        }
+    }
+
+    #[test]
+    fn rotation_pairs_halves_and_leaves_the_rest() {
+        let mut head = [1.0, 2.0, 3.0, 4.0, 5.0];
+        rotate(&mut head, &[0.0, 1.0, 0.0, 1.0], &[1.0, 0.0, 1.0, 0.0]);
+        assert_eq!(head, [-3.0, 2.0, 1.0, 4.0, 5.0]);
+    }
+}

@@ -1,0 +1,8 @@
+//! The engine against vectors of the reference exporter and of a float64 whole-sequence forward.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed helper is a failed test")]
+
+mod contract;
+mod sequence;
+mod steps;
+mod support;

@@ -1,0 +1,585 @@
+use crate::{Dialect, ExportError, ExportOptions, Gelu, Precision, WeightSource, lint};
+use firesteel_checkpoint::{Checkpoint, LayerKind, LayerWeights, ModelConfig, Weight};
+use firesteel_graph::{Constant, GeluForm, Graph, GraphError, Op, ValueId};
+use firesteel_step::{CacheLayout, LayerSpec, Logits, Role, StepOptions, StepSpec};
+use firesteel_tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The graphs of one step.
+#[derive(Debug)]
+pub struct StepGraphs {
+    /// Contract of the step's graph. With a sharded head its first output is the hidden state.
+    pub spec: StepSpec,
+    /// The step.
+    pub graph: Graph,
+    /// The vocabulary projection as graphs of its own; empty when it is in the step or left out.
+    pub heads: Vec<HeadGraph>,
+    /// Names of the values that hold the residual stream after each layer.
+    pub layer_hidden: Vec<String>,
+    /// How half precision is kept from overflowing.
+    pub wide: WideTensors,
+    /// Checkpoint tensors that the graphs hold.
+    pub tensors_read: usize,
+}
+
+/// One part of a sharded vocabulary projection: hidden state in, logits of some rows out.
+#[derive(Debug)]
+pub struct HeadGraph {
+    /// The graph.
+    pub graph: Graph,
+    /// Vocabulary rows.
+    pub rows: Range<usize>,
+}
+
+/// Which tensors of a half-precision graph are computed wider than they are stored, and why.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WideTensors {
+    /// Names of values that stay in f32 in the graph.
+    pub f32_values: Vec<String>,
+    /// The reason, and what is done instead where no value stays in f32.
+    pub reason: String,
+}
+
+/// Builds the step of `checkpoint` with `options`. Weights are referenced, not read.
+///
+/// # Errors
+/// When the options do not fit the model or each other.
+pub fn build(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<StepGraphs, ExportError> {
+    let config = checkpoint.config();
+    let shards = options.head_shards;
+    let option = |option, value: String, problem: &str| {
+        Err(ExportError::Option { option, value, problem: problem.into() })
+    };
+    if shards == 0 || shards > config.vocab_size {
+        return option("--head-shards", shards.to_string(), "1 to the vocabulary size is accepted");
+    }
+    if shards > 1 && options.logits == Logits::Hidden {
+        return option("--head-shards", shards.to_string(), "there is no head with --no-lm-head");
+    }
+    let spec = StepSpec::new(
+        config,
+        &StepOptions {
+            tokens: options.tokens,
+            context: options.context,
+            layers: options.layers.clone(),
+            cache_layout: options.cache_layout,
+            logits: if shards > 1 { Logits::Hidden } else { options.logits },
+            dtype: options.precision.dtype(),
+        },
+    )?;
+    let mut builder = Builder::new("step", config, options);
+    let layer_hidden = builder.step(checkpoint, &spec)?;
+    let (graph, mut tensors_read) = (builder.graph, builder.weights.len());
+    let heads = if shards > 1 { head_graphs(checkpoint, options)? } else { Vec::new() };
+    if !heads.is_empty() {
+        tensors_read += 2;
+    }
+    for graph in std::iter::once(&graph).chain(heads.iter().map(|head| &head.graph)) {
+        graph.validate()?;
+        let findings = lint(graph, options.dialect);
+        if let Some(first) = findings.first().cloned() {
+            let (count, dialect) = (findings.len(), options.dialect);
+            return Err(ExportError::Lint { count, dialect, first });
+        }
+    }
+    let wide = wide_tensors(options);
+    Ok(StepGraphs { spec, graph, heads, layer_hidden, wide, tensors_read })
+}
+
+/// Vocabulary rows of part `shard` of `shards` of a head of `rows` rows. Parts differ by at most
+/// one row.
+pub fn head_rows(rows: usize, shard: usize, shards: usize) -> Range<usize> {
+    let cut = |part: usize| (rows as u128 * part as u128 / shards.max(1) as u128) as usize;
+    cut(shard)..cut(shard + 1)
+}
+
+fn wide_tensors(options: &ExportOptions) -> WideTensors {
+    let reason = match (options.precision, options.dialect) {
+        (Precision::Fp32, _) => "every tensor is f32",
+        (Precision::Fp16, Dialect::Portable) => {
+            "every tensor is f16; RMSNorm divides by the row's largest magnitude before it squares, \
+             so the sum of squares cannot overflow in any reader's arithmetic"
+        }
+        (Precision::Fp16, Dialect::Qnn) => {
+            "every tensor is f16; RMSNormalization accumulates in f32 inside the op (stash_type 1)"
+        }
+    };
+    WideTensors { f32_values: Vec::new(), reason: reason.into() }
+}
+
+fn head_graphs(
+    checkpoint: &Checkpoint,
+    options: &ExportOptions,
+) -> Result<Vec<HeadGraph>, ExportError> {
+    let config = checkpoint.config();
+    let (rows, shards) = (config.vocab_size, options.head_shards);
+    let mut heads = Vec::with_capacity(shards);
+    for shard in 0..shards {
+        let range = head_rows(rows, shard, shards);
+        let name = format!("head_{shard}");
+        let mut builder = Builder::new(&name, config, options);
+        builder.prefix = format!("{name}.");
+        let shape = vec![1, options.tokens, config.hidden_size];
+        let hidden = builder.graph.input("hidden", builder.dtype, shape)?;
+        let x = builder.reshape(hidden, "x", vec![options.tokens, config.hidden_size])?;
+        let weight =
+            checkpoint.head_weight().rows(range.clone()).ok_or_else(|| ExportError::Option {
+                option: "--head-shards",
+                value: shards.to_string(),
+                problem: format!("rows {range:?} are not in the head of {rows} rows"),
+            })?;
+        let output = format!("logits_{shard}");
+        let weight_name = format!("{}.{shard}", weight.name());
+        let logits = builder.head(
+            x,
+            checkpoint.final_norm(),
+            (&weight_name, &weight),
+            options.logits,
+            &output,
+        )?;
+        builder.graph.output(logits)?;
+        heads.push(HeadGraph { graph: builder.graph, rows: range });
+    }
+    Ok(heads)
+}
+
+/// Adds nodes to a graph; names start with `prefix`.
+struct Builder<'a> {
+    graph: Graph,
+    config: &'a ModelConfig,
+    options: &'a ExportOptions,
+    dtype: DType,
+    prefix: String,
+    weights: HashMap<String, ValueId>,
+    scalars: HashMap<String, ValueId>,
+}
+
+type Built = Result<ValueId, GraphError>;
+
+impl<'a> Builder<'a> {
+    fn new(name: &str, config: &'a ModelConfig, options: &'a ExportOptions) -> Self {
+        Self {
+            graph: Graph::new(name),
+            config,
+            options,
+            dtype: options.precision.dtype(),
+            prefix: String::new(),
+            weights: HashMap::new(),
+            scalars: HashMap::new(),
+        }
+    }
+
+    fn add(&mut self, op: Op, inputs: &[ValueId], name: &str) -> Built {
+        self.graph.add(op, inputs, format!("{}{name}", self.prefix))
+    }
+
+    fn reshape(&mut self, x: ValueId, name: &str, shape: Vec<usize>) -> Built {
+        self.add(Op::Reshape { shape }, &[x], name)
+    }
+
+    fn transpose(&mut self, x: ValueId, name: &str, permutation: &[usize]) -> Built {
+        self.add(Op::Transpose { permutation: permutation.to_vec() }, &[x], name)
+    }
+
+    fn split(
+        &mut self,
+        x: ValueId,
+        node: &str,
+        axis: usize,
+        parts: &[(&str, usize)],
+    ) -> Result<Vec<ValueId>, GraphError> {
+        let sizes = parts.iter().map(|(_, size)| *size).collect();
+        let names = parts.iter().map(|(name, _)| format!("{}{name}", self.prefix)).collect();
+        let node = format!("{}{node}/Split", self.prefix);
+        self.graph.add_node(node, Op::Split { axis, sizes }, &[x], names)
+    }
+
+    fn weight(&mut self, name: &str, weight: &Weight) -> Built {
+        if let Some(id) = self.weights.get(name) {
+            return Ok(*id);
+        }
+        let source = WeightSource::new(weight.clone(), self.dtype);
+        let constant = Constant::Source(Arc::new(source));
+        let id = self.graph.add_constant(name, self.dtype, weight.shape().to_vec(), constant)?;
+        self.weights.insert(name.to_owned(), id);
+        Ok(id)
+    }
+
+    /// A scalar constant, shared by all its uses.
+    fn scalar(&mut self, name: &str, value: f64) -> Built {
+        let name = format!("{}constant.{name}", self.prefix);
+        if let Some(id) = self.scalars.get(&name) {
+            return Ok(*id);
+        }
+        let tensor = Tensor::from_f32_as(self.dtype, vec![], vec![value as f32])?;
+        let id = self.graph.add_constant(&name, self.dtype, vec![], Constant::Tensor(tensor))?;
+        self.scalars.insert(name, id);
+        Ok(id)
+    }
+
+    /// The whole step; returns the names of the values after each layer.
+    fn step(
+        &mut self,
+        checkpoint: &Checkpoint,
+        spec: &StepSpec,
+    ) -> Result<Vec<String>, GraphError> {
+        let mut inputs = HashMap::new();
+        for tensor in &spec.inputs {
+            let id = self.graph.input(&tensor.name, tensor.dtype, tensor.shape.clone())?;
+            inputs.insert(tensor.role, id);
+        }
+        let input = |role: Role| {
+            inputs.get(&role).copied().ok_or_else(|| GraphError::Value {
+                name: format!("{role:?}"),
+                problem: "is not an input of the step".into(),
+            })
+        };
+        let flat = vec![spec.tokens, spec.hidden_size];
+        let mut x = self.reshape(input(Role::Embedding)?, "x_rows", flat)?;
+        let mut entries = Vec::new();
+        let mut layer_hidden = Vec::new();
+        for (i, layer) in spec.layers.iter().enumerate() {
+            let number = spec.first_layer + i;
+            self.prefix = format!("layers.{number}.");
+            let ports = LayerPorts {
+                index: i,
+                layer,
+                cos: input(Role::Cos(layer.kind))?,
+                sin: input(Role::Sin(layer.kind))?,
+                mask: input(Role::Mask(layer.kind))?,
+                keys: input(Role::KeyCache(i))?,
+                values: input(Role::ValueCache(i))?,
+            };
+            let (hidden, keys, values) =
+                self.layer(spec, &checkpoint.layers()[number], x, &ports)?;
+            x = hidden;
+            entries.extend([keys, values]);
+            layer_hidden.push(self.graph.value(x).name.clone());
+        }
+        self.prefix = String::new();
+        let first = if spec.logits == Logits::Hidden {
+            let shape = vec![1, spec.tokens, spec.hidden_size];
+            self.reshape(x, "hidden", shape)?
+        } else {
+            let weight = checkpoint.head_weight();
+            let name = weight.name().to_owned();
+            self.head(x, checkpoint.final_norm(), (&name, weight), spec.logits, "logits")?
+        };
+        self.graph.output(first)?;
+        for id in entries {
+            self.graph.output(id)?;
+        }
+        Ok(layer_hidden)
+    }
+
+    /// Final norm and vocabulary projection of x [T, H]: [1, N], or [1, T, N] for all tokens.
+    fn head(
+        &mut self,
+        x: ValueId,
+        norm: &Weight,
+        (weight_name, weight): (&str, &Weight),
+        logits: Logits,
+        output: &str,
+    ) -> Built {
+        let (tokens, rows) = (self.options.tokens, weight.shape()[0]);
+        let last = logits == Logits::Last && tokens > 1;
+        let x = if last {
+            self.add(Op::Slice { axis: 0, start: tokens - 1, end: tokens }, &[x], "head.last")?
+        } else {
+            x
+        };
+        let normed = self.rms_norm(x, norm, "head.norm")?;
+        let weight = self.weight(weight_name, weight)?;
+        // The contract's names carry no prefix.
+        let prefix = std::mem::take(&mut self.prefix);
+        let result = if logits == Logits::All {
+            let rows_of_logits =
+                self.add(Op::Gemm, &[normed, weight], &format!("{output}.rows"))?;
+            self.reshape(rows_of_logits, output, vec![1, tokens, rows])
+        } else {
+            self.add(Op::Gemm, &[normed, weight], output)
+        };
+        self.prefix = prefix;
+        result
+    }
+
+    /// x / √(mean(x²) + ε) · weight over the last axis of x [T, H].
+    fn rms_norm(&mut self, x: ValueId, weight: &Weight, name: &str) -> Built {
+        let epsilon = self.config.rms_norm_eps;
+        let scale = self.weight(weight.name(), weight)?;
+        let part = |suffix: &str| format!("{name}.{suffix}");
+        if self.options.dialect == Dialect::Qnn {
+            let op = Op::RmsNormalization { axis: 1, epsilon: epsilon as f32 };
+            return self.add(op, &[x, scale], name);
+        }
+        let root = if self.options.precision == Precision::Fp32 {
+            let square = self.add(Op::Mul, &[x, x], &part("square"))?;
+            let mean = self.add(Op::ReduceMean { axis: 1 }, &[square], &part("mean"))?;
+            let epsilon = self.scalar("epsilon", epsilon)?;
+            let sum = self.add(Op::Add, &[mean, epsilon], &part("sum"))?;
+            self.add(Op::Sqrt, &[sum], &part("root"))?
+        } else {
+            // With m = max|x|: √(mean(x²) + ε) = m · √(mean((x/m)²) + (√ε/m)²). No term exceeds
+            // 1 and the product is at most m, so nothing overflows for any finite x; m is kept
+            // above √ε, so that small rows divide by something.
+            let magnitude = self.add(Op::Abs, &[x], &part("magnitude"))?;
+            let largest = self.add(Op::ReduceMax { axis: 1 }, &[magnitude], &part("largest"))?;
+            let floor = self.scalar("floor", epsilon.sqrt().max(f64::from(f32::powi(2.0, -14))))?;
+            let largest = self.add(Op::Max, &[largest, floor], &part("unit"))?;
+            let scaled = self.add(Op::Div, &[x, largest], &part("scaled"))?;
+            let square = self.add(Op::Mul, &[scaled, scaled], &part("square"))?;
+            let mean = self.add(Op::ReduceMean { axis: 1 }, &[square], &part("mean"))?;
+            let root_epsilon = self.scalar("root_epsilon", epsilon.sqrt())?;
+            let ratio = self.add(Op::Div, &[root_epsilon, largest], &part("ratio"))?;
+            let ratio = self.add(Op::Mul, &[ratio, ratio], &part("ratio_square"))?;
+            let sum = self.add(Op::Add, &[mean, ratio], &part("sum"))?;
+            let root = self.add(Op::Sqrt, &[sum], &part("scaled_root"))?;
+            self.add(Op::Mul, &[root, largest], &part("root"))?
+        };
+        let normed = self.add(Op::Div, &[x, root], &part("normed"))?;
+        self.add(Op::Mul, &[normed, scale], name)
+    }
+
+    fn linear(&mut self, x: ValueId, weight: &Weight, name: &str) -> Built {
+        let weight = self.weight(weight.name(), weight)?;
+        self.add(Op::Gemm, &[x, weight], name)
+    }
+
+    fn gelu(&mut self, x: ValueId, name: &str) -> Built {
+        let part = |suffix: &str| format!("{name}.{suffix}");
+        match (self.options.gelu, self.options.dialect) {
+            (Gelu::Exact, Dialect::Qnn) => self.add(Op::Gelu(GeluForm::Exact), &[x], name),
+            (Gelu::Tanh, Dialect::Qnn) => self.add(Op::Gelu(GeluForm::Tanh), &[x], name),
+            (Gelu::Sigmoid, _) => {
+                let slope = self.scalar("gelu_slope", 1.702)?;
+                let scaled = self.add(Op::Mul, &[x, slope], &part("scaled"))?;
+                let sigmoid = self.add(Op::Sigmoid, &[scaled], &part("sigmoid"))?;
+                self.add(Op::Mul, &[x, sigmoid], name)
+            }
+            (form, Dialect::Portable) => {
+                let inner = if form == Gelu::Exact {
+                    let scale = self.scalar("inverse_root_two", std::f64::consts::FRAC_1_SQRT_2)?;
+                    let scaled = self.add(Op::Mul, &[x, scale], &part("scaled"))?;
+                    self.add(Op::Erf, &[scaled], &part("erf"))?
+                } else {
+                    // √(2/π)·x·(1 + 0.044715·x²)
+                    let root = (2.0 / std::f64::consts::PI).sqrt();
+                    let linear = self.scalar("gelu_linear", root)?;
+                    let cubic = self.scalar("gelu_cubic", root * 0.044715)?;
+                    let square = self.add(Op::Mul, &[x, x], &part("square"))?;
+                    let term = self.add(Op::Mul, &[square, cubic], &part("term"))?;
+                    let sum = self.add(Op::Add, &[term, linear], &part("sum"))?;
+                    let argument = self.add(Op::Mul, &[sum, x], &part("argument"))?;
+                    self.add(Op::Tanh, &[argument], &part("tanh"))?
+                };
+                let one = self.scalar("one", 1.0)?;
+                let half = self.scalar("half", 0.5)?;
+                let weight = self.add(Op::Add, &[inner, one], &part("weight"))?;
+                let halved = self.add(Op::Mul, &[x, half], &part("halved"))?;
+                self.add(Op::Mul, &[halved, weight], name)
+            }
+        }
+    }
+
+    /// Rotates the leading dims of x [1, heads, T, head_dim] by halves; the rest passes.
+    fn rotate(
+        &mut self,
+        x: ValueId,
+        cos: ValueId,
+        sin: ValueId,
+        name: &str,
+        output: &str,
+    ) -> Built {
+        let dims = *self.graph.value(cos).shape.last().unwrap_or(&0);
+        let half = dims / 2;
+        let rest = self.config.head_dim - dims;
+        let part = |suffix: &str| format!("{name}.{suffix}");
+        let (low, high, pass) = (part("low"), part("high"), part("pass"));
+        let (whole, passed) = if rest == 0 {
+            (x, None)
+        } else {
+            let turning = part("turning");
+            let parts = self.split(x, &part("cut"), 3, &[(&turning, dims), (&pass, rest)])?;
+            (parts[0], Some(parts[1]))
+        };
+        let halves = self.split(whole, &part("halves"), 3, &[(&low, half), (&high, half)])?;
+        let negated = self.add(Op::Neg, &[halves[1]], &part("negated"))?;
+        let turned = self.add(Op::Concat { axis: 3 }, &[negated, halves[0]], &part("turned"))?;
+        let along = self.add(Op::Mul, &[whole, cos], &part("along"))?;
+        let across = self.add(Op::Mul, &[turned, sin], &part("across"))?;
+        match passed {
+            None => self.graph.add(Op::Add, &[along, across], output),
+            Some(passed) => {
+                let rotated = self.add(Op::Add, &[along, across], &part("rotated"))?;
+                self.graph.add(Op::Concat { axis: 3 }, &[rotated, passed], output)
+            }
+        }
+    }
+
+    /// [T, heads·head_dim] as [1, heads, T, head_dim].
+    fn heads(&mut self, x: ValueId, heads: usize, name: &str) -> Built {
+        let (tokens, width) = (self.options.tokens, self.config.head_dim);
+        if tokens == 1 {
+            return self.reshape(x, name, vec![1, heads, 1, width]);
+        }
+        let by_token =
+            self.reshape(x, &format!("{name}.by_token"), vec![1, tokens, heads, width])?;
+        self.transpose(by_token, name, &[0, 2, 1, 3])
+    }
+
+    /// One layer on x [T, H]: the new residual stream, keys and values.
+    fn layer(
+        &mut self,
+        spec: &StepSpec,
+        weights: &LayerWeights,
+        x: ValueId,
+        ports: &LayerPorts<'_>,
+    ) -> Result<(ValueId, ValueId, ValueId), GraphError> {
+        let config = self.config;
+        let (tokens, width) = (spec.tokens, config.head_dim);
+        let (heads, shared) = (config.num_attention_heads, config.num_key_value_heads);
+        let group = config.group_size();
+        let normed = self.rms_norm(x, &weights.input_norm, "attention.norm")?;
+        let fused = self.linear(normed, &weights.qkv, "attention.qkv")?;
+        let parts = self.split(
+            fused,
+            "attention.parts",
+            1,
+            &[
+                ("attention.q_rows", config.query_size()),
+                ("attention.k_rows", config.key_value_size()),
+                ("attention.v_rows", config.key_value_size()),
+            ],
+        )?;
+        let q = self.heads(parts[0], heads, "attention.q")?;
+        let k = self.heads(parts[1], shared, "attention.k")?;
+
+        // New entries bear the contract's names where they are what the step returns.
+        let rolled =
+            ports.layer.kind == LayerKind::Sliding && ports.layer.layout == CacheLayout::Roll;
+        let (key_output, value_output) =
+            (format!("k_new_{}", ports.index), format!("v_new_{}", ports.index));
+        let local = |name: &str| format!("{}{name}", self.prefix);
+        let (key_name, value_name) = if rolled {
+            (local("attention.k_entry"), "attention.v_entry".to_owned())
+        } else {
+            (key_output.clone(), value_output.clone())
+        };
+        let q_name = local("attention.q_rotated");
+        let q = self.rotate(q, ports.cos, ports.sin, "attention.q_rope", &q_name)?;
+        let k = self.rotate(k, ports.cos, ports.sin, "attention.k_rope", &key_name)?;
+        let prefix = self.prefix.clone();
+        if !rolled {
+            self.prefix.clear();
+        }
+        let v = if tokens == 1 {
+            self.reshape(parts[2], &value_name, vec![1, shared, 1, width])?
+        } else {
+            let by_token = format!("{prefix}attention.v_by_token");
+            let shape = vec![1, tokens, shared, width];
+            let by_token = self.graph.add(Op::Reshape { shape }, &[parts[2]], by_token)?;
+            self.transpose(by_token, &value_name, &[0, 2, 1, 3])?
+        };
+        self.prefix = prefix;
+
+        let window = WindowNames { joined: "attention.keys", output: &key_output };
+        let (keys, new_keys) = self.window(spec, ports.layer, ports.keys, k, &window)?;
+        let window = WindowNames { joined: "attention.values", output: &value_output };
+        let (values, new_values) = self.window(spec, ports.layer, ports.values, v, &window)?;
+
+        // Scaling the queries is the smaller product, and keeps half-precision scores in range.
+        let scale = self.scalar("query_scale", 1.0 / (width as f64).sqrt())?;
+        let q = self.add(Op::Mul, &[q, scale], "attention.q_scaled")?;
+        let grouped =
+            self.reshape(q, "attention.q_grouped", vec![1, shared, group * tokens, width])?;
+        let transposed = self.transpose(keys, "attention.keys_transposed", &[0, 1, 3, 2])?;
+        let mut scores = self.add(Op::MatMul, &[grouped, transposed], "attention.scores")?;
+        let scored = spec.scored_keys(ports.layer);
+        if tokens > 1 {
+            // One axis for the tokens, so that the mask's rows line up with them.
+            let shape = vec![shared, group, tokens, scored];
+            scores = self.reshape(scores, "attention.scores_by_token", shape)?;
+        }
+        let masked = self.add(Op::Add, &[scores, ports.mask], "attention.masked")?;
+        let mut attention = self.add(Op::Softmax { axis: 3 }, &[masked], "attention.weights")?;
+        if tokens > 1 {
+            let shape = vec![1, shared, group * tokens, scored];
+            attention = self.reshape(attention, "attention.weights_grouped", shape)?;
+        }
+        let mixed = self.add(Op::MatMul, &[attention, values], "attention.mixed")?;
+        let mixed = self.reshape(mixed, "attention.by_head", vec![1, heads, tokens, width])?;
+
+        let gate = self.linear(normed, &weights.head_gate, "attention.gate_rows")?;
+        let gate = self.add(Op::Sigmoid, &[gate], "attention.gate_sigmoid")?;
+        let gate = if tokens == 1 {
+            gate
+        } else {
+            self.transpose(gate, "attention.gate_by_head", &[1, 0])?
+        };
+        let gate = self.reshape(gate, "attention.gate", vec![1, heads, tokens, 1])?;
+        let mut gated = self.add(Op::Mul, &[mixed, gate], "attention.gated")?;
+        if tokens > 1 {
+            gated = self.transpose(gated, "attention.gated_by_token", &[0, 2, 1, 3])?;
+        }
+        let rows = self.reshape(gated, "attention.out_rows", vec![tokens, heads * width])?;
+        let out = self.linear(rows, &weights.attention_out, "attention.out")?;
+        let x = self.add(Op::Add, &[x, out], "attention.residual")?;
+
+        let normed = self.rms_norm(x, &weights.post_attention_norm, "mlp.norm")?;
+        let gate = self.linear(normed, &weights.mlp_gate, "mlp.gate")?;
+        let active = self.gelu(gate, "mlp.gelu")?;
+        let up = self.linear(normed, &weights.mlp_up, "mlp.up")?;
+        let product = self.add(Op::Mul, &[active, up], "mlp.product")?;
+        let down = self.linear(product, &weights.mlp_down, "mlp.down")?;
+        let x = self.add(Op::Add, &[x, down], "residual")?;
+        Ok((x, new_keys, new_values))
+    }
+
+    /// Joins a cache with the step's entries: what the layer scores and what the step returns.
+    fn window(
+        &mut self,
+        spec: &StepSpec,
+        layer: &LayerSpec,
+        cache: ValueId,
+        entries: ValueId,
+        names: &WindowNames<'_>,
+    ) -> Result<(ValueId, ValueId), GraphError> {
+        let joined = self.add(Op::Concat { axis: 2 }, &[cache, entries], names.joined)?;
+        if layer.kind != LayerKind::Sliding || layer.layout != CacheLayout::Roll {
+            return Ok((joined, entries));
+        }
+        let end = layer.cache_length + spec.tokens;
+        let start = end - layer.cache_length;
+        let rolled = Op::Slice { axis: 2, start, end };
+        let rolled = self.graph.add(rolled, &[joined], names.output)?;
+        let dropped = spec.dropped_entries(layer);
+        let scored = if dropped == 0 {
+            joined
+        } else if dropped == start {
+            rolled
+        } else {
+            let name = format!("{}.scored", names.joined);
+            self.add(Op::Slice { axis: 2, start: dropped, end }, &[joined], &name)?
+        };
+        Ok((scored, rolled))
+    }
+}
+
+struct WindowNames<'a> {
+    joined: &'a str,
+    output: &'a str,
+}
+
+struct LayerPorts<'a> {
+    /// Number of the layer within the slice.
+    index: usize,
+    layer: &'a LayerSpec,
+    cos: ValueId,
+    sin: ValueId,
+    mask: ValueId,
+    keys: ValueId,
+    values: ValueId,
+}

@@ -1,0 +1,139 @@
+use firesteel_step::{RunnerError, StepError};
+use firesteel_tensor::TensorError;
+use std::path::PathBuf;
+
+/// What can go wrong between text and text.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GenerateError {
+    /// A file cannot be read; the message names it.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+    /// A file is not JSON.
+    #[error("{}: not valid JSON: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What the parser says.
+        source: serde_json::Error,
+    },
+    /// A value in a file is not what the key takes.
+    #[error("{}: {key} is {value}, but {accepted}", path.display())]
+    Value {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// Its value.
+        value: String,
+        /// What is accepted.
+        accepted: &'static str,
+    },
+    /// tokenizer.json cannot be used.
+    #[error("{}: {message}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// The tokenizer fails on a text.
+    #[error("the text cannot be tokenized: {message}")]
+    Encode {
+        /// What the tokenizer says.
+        message: String,
+    },
+    /// The folder has no chat template.
+    #[error(
+        "{} has no chat template: neither chat_template.jinja nor a chat_template in \
+         tokenizer_config.json; give a plain prompt instead",
+        path.display()
+    )]
+    NoTemplate {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The chat template does not parse, fails or raises.
+    #[error("{origin}: {message}")]
+    Template {
+        /// Where the template comes from.
+        origin: String,
+        /// What happened, with the line.
+        message: String,
+    },
+    /// A message of a conversation cannot be rendered.
+    #[error("messages[{index}]: {message}")]
+    Message {
+        /// Number of the message, from 0.
+        index: usize,
+        /// What is wrong, and what is accepted.
+        message: String,
+    },
+    /// A conversation uses every character that could mark user text.
+    #[error(
+        "the conversation contains all noncharacters U+FDD0 to U+FDEF, one of which is needed \
+         to keep its text apart from the template's; remove one of them"
+    )]
+    NoGuard,
+    /// An option of the sampler or the loop is out of range.
+    #[error("{what} is {value}, but {accepted}")]
+    Option {
+        /// The option.
+        what: &'static str,
+        /// Its value.
+        value: String,
+        /// What is accepted.
+        accepted: &'static str,
+    },
+    /// The logits of a step cannot be sampled.
+    #[error("the logits cannot be sampled: {message}")]
+    Logits {
+        /// What is wrong with them.
+        message: String,
+    },
+    /// The prompt has no tokens.
+    #[error("the prompt is empty: at least one token is needed")]
+    EmptyPrompt,
+    /// The prompt is longer than the context.
+    #[error(
+        "the prompt has {prompt} tokens, but the context holds {context}; shorten the prompt or \
+         use a larger context"
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Tokens that fit.
+        context: usize,
+    },
+    /// A prompt id has no row in the embedding.
+    #[error("prompt[{index}] is id {id}, but the embedding has {rows} rows")]
+    TokenOutOfRange {
+        /// Number of the token, from 0.
+        index: usize,
+        /// The id.
+        id: u32,
+        /// Rows of the embedding.
+        rows: usize,
+    },
+    /// A runner cannot be used for generation.
+    #[error("runner {runner}: {what} is {actual}, but generation needs {expected}")]
+    Unusable {
+        /// Name of the runner.
+        runner: String,
+        /// What does not fit.
+        what: &'static str,
+        /// What the runner has.
+        actual: String,
+        /// What is needed.
+        expected: String,
+    },
+    /// A step failed.
+    #[error(transparent)]
+    Runner(#[from] RunnerError),
+    /// The cache refused a step.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// An output is not a float tensor.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+}

@@ -1,0 +1,30 @@
+//! From text to text: tokenizer, chat template, sampler, and the generation loop on any
+//! [`Runner`](firesteel_step::Runner).
+//!
+//! A [`Tokenizer`] turns text into ids and ids into bytes, a [`ChatTemplate`] turns a
+//! [`Conversation`] into the ids of a prompt, a [`Sampler`] picks the next id from logits, and a
+//! [`Generator`] runs the steps. Each works without the others; a generator without a tokenizer
+//! works on ids alone.
+
+mod chat;
+mod error;
+mod files;
+mod generate;
+mod guard;
+mod python;
+mod sampler;
+mod tokenizer;
+mod tool_call;
+mod utf8;
+
+pub use chat::{
+    ChatTemplate, Content, ContentPart, Conversation, FunctionCall, Message, MessageRole,
+    MessageToolCall,
+};
+pub use error::GenerateError;
+pub use files::GenerationConfig;
+pub use generate::{Event, GenerateOptions, Generation, Generator, Stats, StopReason};
+pub use sampler::{Sampler, SamplingOptions};
+pub use tokenizer::{AddedTokens, TextStream, Tokenizer};
+pub use tool_call::{ToolCall, ToolCallError, parse_tool_calls};
+pub use utf8::Utf8Stream;

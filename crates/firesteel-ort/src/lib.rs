@@ -1,0 +1,22 @@
+//! ONNX Runtime behind the [`Runner`](firesteel_step::Runner) trait.
+//!
+//! The library is not linked: it is found and opened once a process ([`load`]), and [`setup_ort`]
+//! fetches a pinned build of it. [`OrtModel`] runs any graph of tensors by name; [`OrtRunner`] is
+//! an [`OrtModel`] that was checked against a step contract.
+//!
+//! Every session names the CPU device itself. A session that names none is placed by a selection
+//! policy, which picks another device as soon as a plugin is registered.
+
+mod error;
+mod library;
+mod log;
+mod runner;
+mod session;
+mod setup;
+mod tensor;
+
+pub use error::OrtError;
+pub use library::{OrtLibrary, cache_root, find_library, load};
+pub use runner::OrtRunner;
+pub use session::{Optimization, OrtModel, OrtOptions, Port};
+pub use setup::{ONNX_RUNTIME_VERSION, SetupOptions, setup_ort};

@@ -1,0 +1,106 @@
+//! The step contract: one autoregressive step of T tokens with explicit KV cache tensors.
+//!
+//! [`StepSpec`] names every input and output with shape, element type and [`Role`]; a [`Runner`]
+//! executes steps; [`KvState`] keeps the caches between steps and is the only code that knows how
+//! ring, rolled and growing caches are filled.
+
+mod bytes;
+mod kv;
+mod rope;
+mod runner;
+mod spec;
+
+pub use bytes::{KvBytes, kv_bytes};
+pub use kv::{KvState, PreparedStep};
+pub use rope::rope_tables;
+pub use runner::{Embedding, Runner, RunnerError, StepInputs, StepOutputs};
+pub use spec::{
+    CacheLayout, CacheLayoutChoice, LayerSpec, Logits, Role, StepOptions, StepSpec, TensorSpec,
+};
+
+use firesteel_tensor::{DType, TensorError};
+
+/// What can go wrong around a step.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepError {
+    /// The options cannot make a step of this model.
+    #[error("{what} is {value}, but {accepted}")]
+    Option {
+        /// The option.
+        what: &'static str,
+        /// Its value.
+        value: String,
+        /// What would be accepted.
+        accepted: String,
+    },
+    /// The context is used up.
+    #[error(
+        "{tokens} more tokens at position {position} do not fit in a context of {context}; \
+         use a larger context or clear the cache"
+    )]
+    ContextFull {
+        /// Tokens already in the cache.
+        position: usize,
+        /// Tokens of the step.
+        tokens: usize,
+        /// Entries of a full layer's cache.
+        context: usize,
+    },
+    /// A prepared step was committed twice, or after the cache moved on.
+    #[error(
+        "the step was prepared for position {prepared}, but the cache is at {current}: \
+         each prepared step commits once, before any other"
+    )]
+    Stale {
+        /// Position the step was prepared for.
+        prepared: usize,
+        /// Position of the cache.
+        current: usize,
+    },
+    /// A tensor does not have the shape or type of the contract.
+    #[error("{name}: expected {expected_dtype} {expected:?}, got {actual_dtype} {actual:?}")]
+    Shape {
+        /// Name in the contract.
+        name: String,
+        /// Element type of the contract.
+        expected_dtype: DType,
+        /// Shape of the contract.
+        expected: Vec<usize>,
+        /// Element type found.
+        actual_dtype: DType,
+        /// Shape found.
+        actual: Vec<usize>,
+    },
+    /// The number of tensors is not that of the contract.
+    #[error("expected {expected} {what}, got {actual}")]
+    Count {
+        /// Inputs or outputs.
+        what: &'static str,
+        /// Number in the contract.
+        expected: usize,
+        /// Number found.
+        actual: usize,
+    },
+    /// An output holds NaN or infinity.
+    #[error("{name} is not finite at element {index}; nothing was written to the cache")]
+    NonFinite {
+        /// Name in the contract.
+        name: String,
+        /// Flat index of the first such value.
+        index: usize,
+    },
+    /// The step's cache layout is not the one of this state.
+    #[error("the step's {what} differs from the cache's: {step} against {cache}")]
+    Incompatible {
+        /// What differs.
+        what: &'static str,
+        /// Value in the step.
+        step: String,
+        /// Value in the cache.
+        cache: String,
+    },
+    /// Bad tensor arithmetic.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+}

@@ -1,0 +1,294 @@
+//! The cache state machine against a plain model: every key bears its position as its value, so
+//! what a query can see is read off the inputs of the step.
+
+use firesteel_checkpoint::{LayerKind, ModelConfig, Rope};
+use firesteel_step::{
+    CacheLayoutChoice, KvState, Logits, Role, StepError, StepOptions, StepOutputs, StepSpec,
+    kv_bytes,
+};
+use firesteel_tensor::{DType, Tensor, TensorView};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+const KEY_VALUE_HEADS: usize = 2;
+const HEAD_DIM: usize = 4;
+const HIDDEN: usize = 3;
+
+fn config(window: usize) -> ModelConfig {
+    ModelConfig {
+        model_type: "spark2_5".into(),
+        hidden_size: HIDDEN,
+        intermediate_size: 8,
+        num_attention_heads: 4,
+        num_key_value_heads: KEY_VALUE_HEADS,
+        head_dim: HEAD_DIM,
+        vocab_size: 11,
+        sliding_window: Some(window),
+        max_position_embeddings: 4096,
+        rms_norm_eps: 1e-6,
+        layer_types: vec![LayerKind::Sliding, LayerKind::Full],
+        rope_sliding: Some(Rope { theta: 1e4, dims: 4 }),
+        rope_full: Some(Rope { theta: 5e6, dims: 2 }),
+        tie_word_embeddings: true,
+        dtype: None,
+        eos_token_ids: vec![1],
+        bos_token_id: None,
+        pad_token_id: None,
+    }
+}
+
+fn spec(window: usize, context: usize, tokens: usize, layout: CacheLayoutChoice) -> StepSpec {
+    let options = StepOptions {
+        tokens,
+        context,
+        layers: 0..2,
+        cache_layout: layout,
+        logits: Logits::Last,
+        dtype: DType::F32,
+    };
+    StepSpec::new(&config(window), &options).unwrap()
+}
+
+/// Entries `[1, KV, n, D]` that bear `value(i)` everywhere, plus 0.5 in the second head.
+fn entries(count: usize, value: impl Fn(usize) -> f32) -> Tensor {
+    let mut data = Vec::new();
+    for head in 0..KEY_VALUE_HEADS {
+        for i in 0..count {
+            data.extend([value(i) + 0.5 * head as f32; HEAD_DIM]);
+        }
+    }
+    Tensor::from_f32(vec![1, KEY_VALUE_HEADS, count, HEAD_DIM], data).unwrap()
+}
+
+/// First element of each entry of a head.
+fn marks(view: &TensorView<'_>, head: usize) -> Vec<f32> {
+    let values = view.to_f32().unwrap();
+    let count = view.shape()[2];
+    (0..count).map(|i| values[(head * count + i) * HEAD_DIM] - 0.5 * head as f32).collect()
+}
+
+/// Runs one step as a runner would, checks what each query sees, and returns the outputs.
+fn observe(
+    spec: &StepSpec,
+    state: &KvState,
+    inputs: &firesteel_step::StepInputs<'_>,
+) -> StepOutputs {
+    let position = state.position();
+    let mut tensors = Vec::new();
+    for output in &spec.outputs {
+        let tensor = match output.role {
+            Role::KeyNew(i) | Role::ValueNew(i) => {
+                let is_key = matches!(output.role, Role::KeyNew(_));
+                let layer = &spec.layers[i];
+                let role = if is_key { Role::KeyCache(i) } else { Role::ValueCache(i) };
+                let cache = inputs.get(spec, role).unwrap();
+                let sign = if is_key { 1.0 } else { -1.0 };
+                let mut held = Vec::new();
+                for head in 0..KEY_VALUE_HEADS {
+                    held = marks(&cache, head);
+                    held.extend((0..spec.tokens).map(|t| sign * (position + t + 1) as f32));
+                    let kept = &held[spec.dropped_entries(layer)..];
+                    let mask = inputs.get(spec, Role::Mask(layer.kind)).unwrap();
+                    let mask_values = mask.to_f32().unwrap();
+                    for t in 0..spec.tokens {
+                        let query = position + t;
+                        let row = &mask_values[t * kept.len()..(t + 1) * kept.len()];
+                        let seen: Vec<i64> = kept
+                            .iter()
+                            .zip(row)
+                            .filter(|(_, m)| **m == 0.0)
+                            .map(|(mark, _)| (sign * mark) as i64 - 1)
+                            .collect();
+                        let first = match layer.kind {
+                            LayerKind::Sliding => {
+                                (query + 1).saturating_sub(spec.sliding_window.unwrap())
+                            }
+                            LayerKind::Full => 0,
+                        };
+                        let expected: BTreeSet<i64> = (first..=query).map(|p| p as i64).collect();
+                        assert_eq!(seen.len(), expected.len(), "{layer:?} query {query}: {seen:?}");
+                        assert_eq!(
+                            seen.into_iter().collect::<BTreeSet<_>>(),
+                            expected,
+                            "{layer:?} query {query}"
+                        );
+                    }
+                }
+                let returned = spec.returned_entries(layer);
+                let tail = held.split_off(held.len() - returned);
+                entries(returned, |i| tail[i])
+            }
+            _ => Tensor::from_f32(output.shape.clone(), vec![0.0; output.shape.iter().product()])
+                .unwrap(),
+        };
+        tensors.push(tensor);
+    }
+    StepOutputs::new(spec, tensors).unwrap()
+}
+
+fn advance(state: &mut KvState, spec: &StepSpec) {
+    let x = vec![0.1; spec.tokens * HIDDEN];
+    let step = state.prepare(spec, &x).unwrap();
+    let outputs = observe(spec, state, &state.inputs(spec, &step).unwrap());
+    state.commit(spec, step, &outputs).unwrap();
+}
+
+#[test]
+fn window_edges_and_chunk_borders() {
+    use CacheLayoutChoice::{Auto, Ring, Roll};
+    for layout in [Auto, Ring, Roll] {
+        for (window, context) in [(8, 40), (8, 8), (8, 7), (8, 5), (8, 9), (2, 9), (3, 1)] {
+            let decode = spec(window, context, 1, layout);
+            let mut state = KvState::new(&decode).unwrap();
+            for _ in 0..context {
+                advance(&mut state, &decode);
+            }
+            assert!(matches!(
+                state.prepare(&decode, &[0.0; HIDDEN]),
+                Err(StepError::ContextFull { .. })
+            ));
+        }
+        let chunks = [5, 12, 3, 1, 8, 7, 4];
+        let mut state = KvState::new(&spec(8, 40, 1, layout)).unwrap();
+        for tokens in chunks {
+            advance(&mut state, &spec(8, 40, tokens, layout));
+        }
+        assert_eq!(state.position(), 40);
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_chunks_see_what_the_model_sees(
+        window in 2usize..10,
+        context in 1usize..30,
+        chunks in prop::collection::vec(1usize..14, 1..12),
+        layout in prop::sample::select(vec![
+            CacheLayoutChoice::Auto, CacheLayoutChoice::Ring, CacheLayoutChoice::Roll,
+        ]),
+        seeded in 0usize..30,
+    ) {
+        let mut state = KvState::new(&spec(window, context, 1, layout)).unwrap();
+        let seeded = seeded.min(context);
+        let keys = entries(seeded, |i| (i + 1) as f32);
+        let values = entries(seeded, |i| -((i + 1) as f32));
+        let history = vec![(keys.view(), values.view()); 2];
+        state.seed(&history).unwrap();
+        for tokens in chunks {
+            let step = spec(window, context, tokens, layout);
+            if state.position() + tokens > context {
+                let x = vec![0.0; tokens * HIDDEN];
+                prop_assert!(state.prepare(&step, &x).is_err());
+            } else {
+                advance(&mut state, &step);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_commits_once_and_only_while_it_is_the_next() {
+    let spec = spec(8, 16, 1, CacheLayoutChoice::Auto);
+    let mut state = KvState::new(&spec).unwrap();
+    let first = state.prepare(&spec, &[0.0; HIDDEN]).unwrap();
+    let second = state.prepare(&spec, &[0.0; HIDDEN]).unwrap();
+    let outputs = observe(&spec, &state, &state.inputs(&spec, &first).unwrap());
+    state.commit(&spec, first, &outputs).unwrap();
+    let error = state.commit(&spec, second, &outputs).unwrap_err();
+    assert!(matches!(error, StepError::Stale { prepared: 0, current: 1 }), "{error}");
+    let stale = state.prepare(&spec, &[0.0; HIDDEN]).unwrap();
+    state.clear();
+    assert!(state.inputs(&spec, &stale).is_err());
+    assert!(state.commit(&spec, stale, &outputs).is_err());
+    assert_eq!(state.position(), 0);
+}
+
+#[test]
+fn bad_outputs_leave_the_cache_untouched() {
+    let spec = spec(8, 16, 1, CacheLayoutChoice::Auto);
+    let mut state = KvState::new(&spec).unwrap();
+    advance(&mut state, &spec);
+    let keys = |state: &KvState| -> Vec<Vec<u8>> {
+        let step = state.prepare(&spec, &[0.0; HIDDEN]).unwrap();
+        let inputs = state.inputs(&spec, &step).unwrap();
+        inputs.tensors().iter().map(|t| t.bytes().to_vec()).collect()
+    };
+    let before = keys(&state);
+    let step = state.prepare(&spec, &[0.0; HIDDEN]).unwrap();
+    let good = observe(&spec, &state, &state.inputs(&spec, &step).unwrap());
+    // The last output is broken, so that a careless commit would have written all others.
+    let mut tensors = good.tensors().to_vec();
+    let last = tensors.len() - 1;
+    tensors[last] = entries(1, |_| f32::NAN);
+    let bad = StepOutputs::new(&spec, tensors).unwrap();
+    let error = state.commit(&spec, step, &bad).unwrap_err().to_string();
+    assert_eq!(error, "v_new_1 is not finite at element 0; nothing was written to the cache");
+    assert_eq!(keys(&state), before);
+    assert_eq!(state.position(), 1);
+}
+
+#[test]
+fn another_layout_is_refused_by_name() {
+    let ring = spec(8, 16, 1, CacheLayoutChoice::Ring);
+    let state = KvState::new(&ring).unwrap();
+    let longer = spec(8, 17, 1, CacheLayoutChoice::Ring);
+    let error = state.prepare(&longer, &[0.0; HIDDEN]).unwrap_err().to_string();
+    assert_eq!(error, "the step's context differs from the cache's: 17 against 16");
+    let roll = spec(8, 16, 1, CacheLayoutChoice::Roll);
+    assert!(state.prepare(&roll, &[0.0; HIDDEN]).is_err());
+    assert!(state.prepare(&ring, &[0.0; HIDDEN + 1]).is_err());
+    assert!(state.prepare(&ring, &[f32::NAN; HIDDEN]).is_err());
+}
+
+#[test]
+fn contract_names_and_shapes() {
+    let step = spec(8, 20, 3, CacheLayoutChoice::Roll);
+    let list = |tensors: &[firesteel_step::TensorSpec]| -> Vec<String> {
+        tensors.iter().map(|t| format!("{} {:?}", t.name, t.shape)).collect()
+    };
+    assert_eq!(
+        list(&step.inputs),
+        [
+            "x [1, 3, 3]",
+            "cos_sw [1, 1, 3, 4]",
+            "sin_sw [1, 1, 3, 4]",
+            "cos_full [1, 1, 3, 2]",
+            "sin_full [1, 1, 3, 2]",
+            "mask_sw [1, 1, 3, 10]",
+            "mask_full [1, 1, 3, 23]",
+            "k_cache_0 [1, 2, 8, 4]",
+            "v_cache_0 [1, 2, 8, 4]",
+            "k_cache_1 [1, 2, 20, 4]",
+            "v_cache_1 [1, 2, 20, 4]",
+        ]
+    );
+    assert_eq!(
+        list(&step.outputs),
+        [
+            "logits [1, 11]",
+            "k_new_0 [1, 2, 8, 4]",
+            "v_new_0 [1, 2, 8, 4]",
+            "k_new_1 [1, 2, 3, 4]",
+            "v_new_1 [1, 2, 3, 4]",
+        ]
+    );
+    let state = KvState::new(&step).unwrap();
+    assert_eq!(state.bytes(), step.cache_bytes());
+}
+
+#[test]
+fn kv_bytes_are_the_published_integers() {
+    let mut config = config(512);
+    config.num_key_value_heads = 2;
+    config.head_dim = 256;
+    config.layer_types =
+        [LayerKind::Sliding, LayerKind::Sliding, LayerKind::Sliding, LayerKind::Full].repeat(7);
+    let bytes = |context, layout| kv_bytes(&config, 0..28, context, layout, 2).unwrap();
+    assert_eq!(bytes(4096, CacheLayoutChoice::Roll).hybrid, 80_740_352);
+    assert_eq!(bytes(4096, CacheLayoutChoice::Ring).hybrid, 80_697_344);
+    assert_eq!(bytes(4096, CacheLayoutChoice::Ring).uniform, 224 << 20);
+    assert_eq!(bytes(32_768, CacheLayoutChoice::Roll).hybrid, 491_782_144);
+    assert_eq!(bytes(32_768, CacheLayoutChoice::Roll).uniform, 1792 << 20);
+    assert_eq!(kv_bytes(&config, 0..28, usize::MAX, CacheLayoutChoice::Auto, 2), None);
+    assert_eq!(kv_bytes(&config, 0..29, 1, CacheLayoutChoice::Auto, 2), None);
+}
