@@ -8,7 +8,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// Bytes that a thread makes and writes at once: a multiple of every element's size, and small
 /// enough to be still in the core's cache when it is written.
@@ -16,6 +17,12 @@ const CHUNK: usize = 512 << 10;
 
 /// Most threads; with one buffer each they stay well below the memory an export may use.
 const MAX_THREADS: usize = 8;
+
+/// Bytes written before the disk is asked to store them.
+const FLUSH: u64 = 64 << 20;
+
+/// How long to wait for more bytes to store.
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// Bytes of a part: the next one that a free thread takes.
 struct Chunk<'a> {
@@ -69,12 +76,34 @@ pub(crate) fn write(
             progress(done.fetch_add(written, Ordering::Relaxed) + written);
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 1..threads.clamp(1, MAX_THREADS).min(chunks.len()) {
-            // Without a further thread the calling one does all the work.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, work);
+    let finished = AtomicBool::new(false);
+    // Left alone, the system starts to store the bytes late, and everything waits for the disk at
+    // the end. A failure shows again when the folder is committed.
+    let flush = || {
+        let mut flushed = 0;
+        while !finished.load(Ordering::Acquire) {
+            let written = done.load(Ordering::Relaxed);
+            if written - flushed < FLUSH {
+                std::thread::park_timeout(PAUSE);
+                continue;
+            }
+            open.iter().for_each(|file| drop(file.sync_data()));
+            flushed = written;
         }
-        work();
+    };
+    std::thread::scope(|scope| {
+        let flusher = std::thread::Builder::new().spawn_scoped(scope, flush);
+        std::thread::scope(|scope| {
+            for _ in 1..threads.clamp(1, MAX_THREADS).min(chunks.len()) {
+                // Without a further thread the calling one does all the work.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
+        });
+        finished.store(true, Ordering::Release);
+        if let Ok(flusher) = flusher {
+            flusher.thread().unpark();
+        }
     });
     failure.into_inner().map_or(Ok(()), Err)
 }

@@ -98,8 +98,8 @@ fn add_int64(model: &mut ModelProto, name: &str, values: &[i64]) {
     });
 }
 
-/// Replaces the parameter of the node that makes `output` by a new one; the old one of the
-/// Reshape stays without a reader, so its use is checked first.
+/// Lets the node that makes `output` read a new parameter. Errors about the node come before the
+/// one about the old parameter, which may now be without a reader.
 fn set_parameter(model: &mut ModelProto, output: &str, index: usize, values: &[i64]) {
     add_int64(model, "parameter", values);
     node(model, output).input[index] = "parameter".into();

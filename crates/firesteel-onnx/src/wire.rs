@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn malformed_and_bloated_messages_are_refused() {
-        let mut empty_nodes = vec![0x0a, 0x00].repeat(MAX_FIELDS + 1);
+        let mut empty_nodes = [0x0a, 0x00].repeat(MAX_FIELDS + 1);
         let mut bloated = vec![0x3a];
         prost::encode_length_delimiter(empty_nodes.len(), &mut bloated).unwrap();
         bloated.append(&mut empty_nodes);
