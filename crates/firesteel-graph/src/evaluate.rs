@@ -4,22 +4,26 @@ use half::f16;
 use rayon::prelude::*;
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Executes a graph one node after the other, plainly.
 ///
-/// Values are kept as f32; sums of products, means and transcendental functions are computed in
-/// f64, and the result of every node is rounded to the element type of its output. So an f16 graph
-/// gives what a runtime gives that computes each operator wider and stores f16. Weights that a
-/// `Gemm` reads stay where they are and are widened row by row.
+/// Everything is computed in f64. f32 values are not rounded before they leave the graph, so an
+/// f32 graph gives the function that it writes down, to the last bit of its outputs. f16 values
+/// are rounded after every node, because their range and precision are what an f16 graph must
+/// live with: it gives what a runtime gives that computes each operator wider and stores f16.
+/// Weights that a `Gemm` reads stay where they are and are widened row by row.
 #[derive(Debug)]
 pub struct Evaluator {
     graph: Graph,
     /// For each node, the values that nobody reads after it.
     released: Vec<Vec<ValueId>>,
     /// Constants that are not the weight of a `Gemm`, widened.
-    constants: HashMap<ValueId, Arc<Vec<f32>>>,
+    constants: HashMap<ValueId, Values>,
 }
+
+type Values = Arc<Vec<f64>>;
 
 /// Rows of a weight that one task multiplies; fixed, so that results do not depend on the number
 /// of threads.
@@ -86,7 +90,7 @@ impl Evaluator {
                 actual: inputs.len(),
             });
         }
-        let mut values: HashMap<ValueId, Arc<Vec<f32>>> = self.constants.clone();
+        let mut values: HashMap<ValueId, Values> = self.constants.clone();
         for (id, tensor) in graph.inputs().iter().zip(inputs) {
             let declared = graph.value(*id);
             if declared.dtype != tensor.dtype() || declared.shape != tensor.shape() {
@@ -98,13 +102,13 @@ impl Evaluator {
                     actual: tensor.shape().to_vec(),
                 });
             }
-            values.insert(*id, Arc::new(tensor.to_f32()?.into_owned()));
+            values.insert(*id, Arc::new(widen(&tensor.to_f32()?)));
         }
         for (node, released) in graph.nodes().iter().zip(&self.released) {
             let results = self.execute(node, &values)?;
             for (id, mut data) in node.outputs.iter().zip(results) {
                 if graph.value(*id).dtype == DType::F16 {
-                    data.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32());
+                    data.iter_mut().for_each(|v| *v = f16::from_f64(*v).to_f64());
                 }
                 values.insert(*id, Arc::new(data));
             }
@@ -114,7 +118,7 @@ impl Evaluator {
         }
         let output = |id: &ValueId| {
             let value = graph.value(*id);
-            let data = values.get(id).map(|data| data.to_vec()).unwrap_or_default();
+            let data = values.get(id).map(|data| narrow(data)).unwrap_or_default();
             Tensor::from_f32_as(value.dtype, value.shape.clone(), data)
         };
         Ok(graph.outputs().iter().map(output).collect::<Result<_, _>>()?)
@@ -123,19 +127,16 @@ impl Evaluator {
     fn execute(
         &self,
         node: &Node,
-        values: &HashMap<ValueId, Arc<Vec<f32>>>,
-    ) -> Result<Vec<Vec<f32>>, GraphError> {
+        values: &HashMap<ValueId, Values>,
+    ) -> Result<Vec<Vec<f64>>, GraphError> {
         let shape = |i: usize| self.graph.value(node.inputs[i]).shape.as_slice();
-        let operand = |i: usize| -> &[f32] {
+        let operand = |i: usize| -> &[f64] {
             values.get(&node.inputs[i]).map_or(&[][..], |data| data.as_slice())
         };
-        let map = |f: &(dyn Fn(f32) -> f32 + Sync)| -> Vec<f32> {
-            operand(0).iter().map(|v| f(*v)).collect()
+        let map = |f: &(dyn Fn(f64) -> f64 + Sync)| -> Vec<f64> {
+            operand(0).par_iter().map(|v| f(*v)).collect()
         };
-        let wide = |f: &(dyn Fn(f64) -> f64 + Sync)| -> Vec<f32> {
-            operand(0).par_iter().map(|v| f(f64::from(*v)) as f32).collect()
-        };
-        let zip = |f: &dyn Fn(f32, f32) -> f32| {
+        let zip = |f: &dyn Fn(f64, f64) -> f64| {
             elementwise(operand(0), shape(0), operand(1), shape(1), f)
         };
         let single = match &node.op {
@@ -145,17 +146,17 @@ impl Evaluator {
             Op::Div => zip(&|a, b| a / b),
             Op::Max => zip(&|a, b| if a.is_nan() || a > b { a } else { b }),
             Op::Neg => map(&|v| -v),
-            Op::Abs => map(&f32::abs),
-            Op::Sqrt => map(&f32::sqrt),
-            Op::Erf => wide(&libm::erf),
-            Op::Tanh => wide(&f64::tanh),
-            Op::Sigmoid => wide(&|v| 1.0 / (1.0 + (-v).exp())),
+            Op::Abs => map(&f64::abs),
+            Op::Sqrt => map(&f64::sqrt),
+            Op::Erf => map(&libm::erf),
+            Op::Tanh => map(&f64::tanh),
+            Op::Sigmoid => map(&|v| 1.0 / (1.0 + (-v).exp())),
             Op::Gelu(GeluForm::Exact) => {
-                wide(&|v| 0.5 * v * (1.0 + libm::erf(v * std::f64::consts::FRAC_1_SQRT_2)))
+                map(&|v| 0.5 * v * (1.0 + libm::erf(v * std::f64::consts::FRAC_1_SQRT_2)))
             }
             Op::Gelu(GeluForm::Tanh) => {
                 let scale = (2.0 / std::f64::consts::PI).sqrt();
-                wide(&|v| 0.5 * v * (1.0 + (scale * (v + 0.044715 * v * v * v)).tanh()))
+                map(&|v| 0.5 * v * (1.0 + (scale * (v + 0.044715 * v * v * v)).tanh()))
             }
             Op::Softmax { axis } => lanes(operand(0), shape(0), *axis, |lane| {
                 let maximum = lane.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -174,11 +175,9 @@ impl Evaluator {
                 let scale = operand(1);
                 let mut result = Vec::with_capacity(operand(0).len());
                 for row in operand(0).chunks(width.max(1)) {
-                    let square: f64 = row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+                    let square: f64 = row.iter().map(|v| v * v).sum();
                     let root = (square / width as f64 + f64::from(*epsilon)).sqrt();
-                    let normalized =
-                        |(v, w): (&f32, &f32)| (f64::from(*v) / root * f64::from(*w)) as f32;
-                    result.extend(row.iter().zip(scale).map(normalized));
+                    result.extend(row.iter().zip(scale).map(|(v, w)| v / root * w));
                 }
                 result
             }
@@ -211,40 +210,28 @@ impl Evaluator {
         Ok(vec![single])
     }
 
-    /// a [M, K] · bᵀ for b [N, K], which may be a constant that is not kept in f32.
-    fn gemm(
-        &self,
-        node: &Node,
-        values: &HashMap<ValueId, Arc<Vec<f32>>>,
-    ) -> Result<Vec<f32>, GraphError> {
+    /// a [M, K] · bᵀ for b [N, K], which may be a constant that is not kept widened.
+    fn gemm(&self, node: &Node, values: &HashMap<ValueId, Values>) -> Result<Vec<f64>, GraphError> {
         let (a_id, b_id) = (node.inputs[0], node.inputs[1]);
-        let a: Vec<f64> = values
-            .get(&a_id)
-            .map(|data| data.iter().map(|v| f64::from(*v)).collect())
-            .unwrap_or_default();
+        let a = values.get(&a_id).map_or(&[][..], |data| data.as_slice());
         let b_shape = &self.graph.value(b_id).shape;
         let (rows, inner) = (b_shape[0], b_shape[1]);
         let columns = self.graph.value(a_id).shape[0];
         let known = values.get(&b_id);
-        let blocks: Vec<Vec<f32>> = (0..rows.div_ceil(ROWS))
+        let blocks: Vec<Vec<f64>> = (0..rows.div_ceil(ROWS))
             .into_par_iter()
             .map(|block| {
                 let (start, end) = (block * ROWS, rows.min((block + 1) * ROWS));
-                let weights: Cow<'_, [f32]> = match known {
-                    Some(data) => Cow::Borrowed(&data[start * inner..end * inner]),
-                    None => Cow::Owned(constant_range(
-                        &self.graph,
-                        b_id,
-                        start * inner,
-                        (end - start) * inner,
-                    )?),
+                let range = start * inner..end * inner;
+                let weights: Cow<'_, [f64]> = match known {
+                    Some(data) => Cow::Borrowed(&data[range]),
+                    None => Cow::Owned(constant_range(&self.graph, b_id, range)?),
                 };
                 // One row of results a token, so that the blocks can be interleaved below.
                 let mut result = Vec::with_capacity(columns * (end - start));
                 for m in 0..columns {
                     let x = &a[m * inner..(m + 1) * inner];
-                    let products = weights.chunks_exact(inner.max(1)).map(|w| dot(x, w) as f32);
-                    result.extend(products);
+                    result.extend(weights.chunks_exact(inner.max(1)).map(|w| dot(x, w)));
                 }
                 Ok(result)
             })
@@ -260,52 +247,55 @@ impl Evaluator {
     }
 }
 
-/// Σ x·w in f64, in eight fixed lanes.
-fn dot(x: &[f64], w: &[f32]) -> f64 {
+/// Σ x·w in eight fixed lanes.
+fn dot(x: &[f64], w: &[f64]) -> f64 {
     let mut lanes = [0f64; 8];
     let (x_blocks, w_blocks) = (x.chunks_exact(8), w.chunks_exact(8));
     let rest: f64 =
         x_blocks.remainder().iter().zip(w_blocks.remainder()).map(|(x, w)| x * f64::from(*w)).sum();
     for (x, w) in x_blocks.zip(w_blocks) {
         for ((lane, x), w) in lanes.iter_mut().zip(x).zip(w) {
-            *lane += x * f64::from(*w);
+            *lane += x * w;
         }
     }
     lanes.iter().sum::<f64>() + rest
 }
 
-fn constant_values(graph: &Graph, id: ValueId) -> Result<Vec<f32>, GraphError> {
+fn constant_values(graph: &Graph, id: ValueId) -> Result<Vec<f64>, GraphError> {
     let count = graph.value(id).shape.iter().product();
-    constant_range(graph, id, 0, count)
+    constant_range(graph, id, 0..count)
 }
 
-/// `count` elements of a constant from `first` on, widened.
-fn constant_range(
-    graph: &Graph,
-    id: ValueId,
-    first: usize,
-    count: usize,
-) -> Result<Vec<f32>, GraphError> {
+/// Elements of a constant, widened.
+fn constant_range(graph: &Graph, id: ValueId, range: Range<usize>) -> Result<Vec<f64>, GraphError> {
     let value = graph.value(id);
     let size = value.dtype.size();
     let problem = |problem: String| GraphError::Constant { name: value.name.clone(), problem };
-    let mut out = vec![0f32; count];
+    let mut values = vec![0f32; range.len()];
     match graph.constant(id) {
         Some(Constant::Tensor(tensor)) => {
             let bytes = tensor
                 .bytes()
-                .get(first * size..(first + count) * size)
+                .get(range.start * size..range.end * size)
                 .ok_or_else(|| problem("is shorter than its shape".into()))?;
-            read_f32(value.dtype, bytes, &mut out)?;
+            read_f32(value.dtype, bytes, &mut values)?;
         }
         Some(Constant::Source(source)) => {
-            let mut bytes = vec![0u8; count * size];
-            source.write(first, &mut bytes).map_err(problem)?;
-            read_f32(value.dtype, &bytes, &mut out)?;
+            let mut bytes = vec![0u8; range.len() * size];
+            source.write(range.start, &mut bytes).map_err(problem)?;
+            read_f32(value.dtype, &bytes, &mut values)?;
         }
         None => return Err(problem("is not a constant".into())),
     }
-    Ok(out)
+    Ok(widen(&values))
+}
+
+fn widen(values: &[f32]) -> Vec<f64> {
+    values.iter().copied().map(f64::from).collect()
+}
+
+fn narrow(values: &[f64]) -> Vec<f32> {
+    values.iter().map(|value| *value as f32).collect()
 }
 
 /// Strides of `shape` seen as part of the broadcast shape `to`: 0 along repeated axes.
@@ -358,12 +348,12 @@ fn walk<const N: usize>(
 }
 
 fn elementwise(
-    a: &[f32],
+    a: &[f64],
     a_shape: &[usize],
-    b: &[f32],
+    b: &[f64],
     b_shape: &[usize],
-    f: &dyn Fn(f32, f32) -> f32,
-) -> Vec<f32> {
+    f: &dyn Fn(f64, f64) -> f64,
+) -> Vec<f64> {
     if a_shape == b_shape {
         return a.iter().zip(b).map(|(a, b)| f(*a, *b)).collect();
     }
@@ -375,7 +365,7 @@ fn elementwise(
     result
 }
 
-fn transpose(data: &[f32], shape: &[usize], permutation: &[usize]) -> Vec<f32> {
+fn transpose(data: &[f64], shape: &[usize], permutation: &[usize]) -> Vec<f64> {
     let strides = row_major(shape);
     let out_shape: Vec<usize> = permutation.iter().map(|&axis| shape[axis]).collect();
     let out_strides: Vec<usize> = permutation.iter().map(|&axis| strides[axis]).collect();
@@ -393,7 +383,7 @@ fn row_major(shape: &[usize]) -> Vec<usize> {
 }
 
 /// Elements `start..end` of `axis`.
-fn cut(data: &[f32], shape: &[usize], axis: usize, start: usize, end: usize) -> Vec<f32> {
+fn cut(data: &[f64], shape: &[usize], axis: usize, start: usize, end: usize) -> Vec<f64> {
     let inner: usize = shape[axis + 1..].iter().product();
     let block = shape[axis] * inner;
     let mut result = Vec::new();
@@ -403,19 +393,19 @@ fn cut(data: &[f32], shape: &[usize], axis: usize, start: usize, end: usize) -> 
     result
 }
 
-/// Applies `f` to every lane along `axis`, in f64.
-fn lanes(data: &[f32], shape: &[usize], axis: usize, f: impl Fn(&mut [f64])) -> Vec<f32> {
+/// Applies `f` to every lane along `axis`.
+fn lanes(data: &[f64], shape: &[usize], axis: usize, f: impl Fn(&mut [f64])) -> Vec<f64> {
     let (length, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
-    let mut result = vec![0f32; data.len()];
+    let mut result = vec![0f64; data.len()];
     let mut lane = vec![0f64; length];
     for block in (0..data.len()).step_by((length * inner).max(1)) {
         for i in 0..inner {
             for (k, v) in lane.iter_mut().enumerate() {
-                *v = f64::from(data[block + k * inner + i]);
+                *v = data[block + k * inner + i];
             }
             f(&mut lane);
             for (k, v) in lane.iter().enumerate() {
-                result[block + k * inner + i] = *v as f32;
+                result[block + k * inner + i] = *v;
             }
         }
     }
@@ -423,7 +413,7 @@ fn lanes(data: &[f32], shape: &[usize], axis: usize, f: impl Fn(&mut [f64])) -> 
 }
 
 /// One value for every lane along `axis`.
-fn reduce(data: &[f32], shape: &[usize], axis: usize, f: impl Fn(&[f64]) -> f64) -> Vec<f32> {
+fn reduce(data: &[f64], shape: &[usize], axis: usize, f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     let broadcasted = lanes(data, shape, axis, |lane| {
         let value = f(lane);
         lane[0] = value;
@@ -433,11 +423,11 @@ fn reduce(data: &[f32], shape: &[usize], axis: usize, f: impl Fn(&[f64]) -> f64)
 
 /// Batched a [.., M, K] · b [.., K, N].
 fn matmul(
-    a: &[f32],
+    a: &[f64],
     a_shape: &[usize],
-    b: &[f32],
+    b: &[f64],
     b_shape: &[usize],
-) -> Result<Vec<f32>, GraphError> {
+) -> Result<Vec<f64>, GraphError> {
     let (a_batch, a_matrix) = a_shape.split_at(a_shape.len() - 2);
     let (b_batch, b_matrix) = b_shape.split_at(b_shape.len() - 2);
     let (m, k, n) = (a_matrix[0], a_matrix[1], b_matrix[1]);
@@ -445,7 +435,7 @@ fn matmul(
     let mut pairs = Vec::new();
     let strides = [broadcast_strides(a_batch, &batch), broadcast_strides(b_batch, &batch)];
     walk(&batch, [&strides[0], &strides[1]], |pair| pairs.push(pair));
-    let products: Vec<Vec<f32>> = pairs
+    let products: Vec<Vec<f64>> = pairs
         .into_par_iter()
         .map(|[i, j]| {
             let (a, b) = (&a[i * m * k..(i + 1) * m * k], &b[j * k * n..(j + 1) * k * n]);
@@ -455,10 +445,10 @@ fn matmul(
                 sums.fill(0.0);
                 for (x, b_row) in a[row * k..(row + 1) * k].iter().zip(b.chunks_exact(n.max(1))) {
                     for (sum, y) in sums.iter_mut().zip(b_row) {
-                        *sum += f64::from(*x) * f64::from(*y);
+                        *sum += x * y;
                     }
                 }
-                result.extend(sums.iter().map(|sum| *sum as f32));
+                result.extend_from_slice(&sums);
             }
             result
         })
