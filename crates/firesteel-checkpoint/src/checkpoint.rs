@@ -28,28 +28,28 @@ pub struct Checkpoint {
 pub enum Head {
     /// The embedding is the head: no head is stored, or an identical one.
     Tied,
-    /// A stored head of shape [vocab_size, hidden_size] that differs from the embedding.
+    /// A stored head of shape `[vocab_size, hidden_size]` that differs from the embedding.
     Stored(Weight),
 }
 
 /// The weights of one layer. H is the hidden size, I the intermediate size.
 #[derive(Debug, Clone)]
 pub struct LayerWeights {
-    /// [H], before attention.
+    /// `[H]`, before attention.
     pub input_norm: Weight,
-    /// [H], before the feed-forward layer.
+    /// `[H]`, before the feed-forward layer.
     pub post_attention_norm: Weight,
-    /// [(heads + 2 × kv_heads) × head_dim, H]: queries, keys, values; stored fused or apart.
+    /// `[(heads + 2 × kv_heads) × head_dim, H]`: queries, keys, values; stored fused or apart.
     pub qkv: Weight,
-    /// [heads, H]: the gate of each head's output.
+    /// `[heads, H]`: the gate of each head's output.
     pub head_gate: Weight,
-    /// [H, heads × head_dim].
+    /// `[H, heads × head_dim]`.
     pub attention_out: Weight,
-    /// [I, H].
+    /// `[I, H]`.
     pub mlp_gate: Weight,
-    /// [I, H].
+    /// `[I, H]`.
     pub mlp_up: Weight,
-    /// [H, I].
+    /// `[H, I]`.
     pub mlp_down: Weight,
 }
 
@@ -200,10 +200,7 @@ impl Checkpoint {
         };
         let head = match stored_head {
             None if config.tie_word_embeddings => Head::Tied,
-            None => {
-                let flag = config.tie_word_embeddings;
-                return Err(CheckpointError::HeadMissing { folder: dir.into(), flag });
-            }
+            None => return Err(CheckpointError::HeadMissing { folder: dir.into() }),
             Some(head) if equal(&head, &embedding)? => Head::Tied,
             Some(head) => {
                 if config.tie_word_embeddings {
@@ -300,12 +297,12 @@ impl Checkpoint {
         &self.warnings
     }
 
-    /// The token embedding, [vocab_size, hidden_size].
+    /// The token embedding, `[vocab_size, hidden_size]`.
     pub fn embedding(&self) -> &Weight {
         &self.embedding
     }
 
-    /// The norm after the last layer, [hidden_size].
+    /// The norm after the last layer, `[hidden_size]`.
     pub fn final_norm(&self) -> &Weight {
         &self.final_norm
     }
@@ -315,7 +312,7 @@ impl Checkpoint {
         &self.head
     }
 
-    /// The output head, [vocab_size, hidden_size]: the embedding when tied.
+    /// The output head, `[vocab_size, hidden_size]`: the embedding when tied.
     pub fn head_weight(&self) -> &Weight {
         match &self.head {
             Head::Tied => &self.embedding,
@@ -488,7 +485,7 @@ impl Taker<'_> {
         let more = if self.missing > self.shown.len() { ", …" } else { "" };
         let unexpected = match self.left() {
             left if left.is_empty() => left,
-            left => format!("; {} unexpected are there: {left}", self.by_name.len()),
+            left => format!("; unexpected ({}): {left}", self.by_name.len()),
         };
         CheckpointError::Missing {
             folder: self.folder.into(),

@@ -226,14 +226,21 @@ impl ModelConfig {
     }
 
     /// Reads the config.json with contents `text`; `file` is its name in messages. Also returns
-    /// warnings, such as keys that are ignored.
+    /// warnings.
+    ///
+    /// A missing `layer_types` is three sliding and one full layer in turn, missing gate keys are
+    /// the only gate there is, a missing `max_position_embeddings` is 8192 (each with a warning),
+    /// and a missing `tie_word_embeddings` is false. An unknown key is refused when its name tells
+    /// of other maths and its value does not switch that off; otherwise it is ignored with a
+    /// warning.
     ///
     /// # Errors
     /// For any key that is missing, malformed or asks for maths that this architecture does not
     /// have; the message names file, key, value and what is accepted.
     pub fn from_json(file: &Path, text: &[u8]) -> Result<(Self, Vec<String>), CheckpointError> {
         if text.len() as u64 > MAX_CONFIG_BYTES {
-            let reason = format!("longer than the {MAX_CONFIG_BYTES} bytes that are accepted");
+            let length = text.len();
+            let reason = format!("{length} bytes long; accepted: at most {MAX_CONFIG_BYTES}");
             return Err(CheckpointError::Json { file: file.into(), reason });
         }
         let map = parse_object(file, text)?;
@@ -434,6 +441,11 @@ impl Reader {
         } else {
             None
         };
+        for key in ["rope_theta", "partial_rotary_factor"] {
+            if self.get(key).is_some() && self.get("rope_parameters").is_some() {
+                self.warn(format!("{key} is ignored; rope_parameters has it for each layer type"));
+            }
+        }
         let rope_sliding = self.rope(LayerKind::Sliding, has(LayerKind::Sliding), head_dim)?;
         let rope_full = self.rope(LayerKind::Full, has(LayerKind::Full), head_dim)?;
 
@@ -666,7 +678,7 @@ impl Reader {
     ) -> Result<(), CheckpointError> {
         for &(key, count, other_key, other) in products {
             let bytes = count.checked_mul(other).and_then(|product| product.checked_mul(4));
-            if !bytes.is_some_and(|bytes| bytes <= isize::MAX as usize) {
+            if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
                 return Err(self.error(
                     key,
                     format!("a number whose product with {other_key} can be addressed"),

@@ -128,7 +128,7 @@ pub enum CheckpointError {
         separate: String,
     },
     /// Tensors that the model needs are not there.
-    #[error("{folder}: {count} tensors are missing: {shown}{unexpected}")]
+    #[error("{folder}: missing tensors ({count}): {shown}{unexpected}")]
     Missing {
         /// The checkpoint.
         folder: PathBuf,
@@ -141,17 +141,15 @@ pub enum CheckpointError {
     },
     /// The output head is absent although the config says that it is not shared.
     #[error(
-        "{folder}: lm_head.weight is missing and tie_word_embeddings is {flag}; accepted: a stored \
+        "{folder}: lm_head.weight is missing and tie_word_embeddings is not true; accepted: a stored \
          lm_head.weight, or tie_word_embeddings true to use the embedding as the head"
     )]
     HeadMissing {
         /// The checkpoint.
         folder: PathBuf,
-        /// The flag, or what stands for it.
-        flag: bool,
     },
     /// There are tensors that the architecture does not have.
-    #[error("{folder}: {count} unexpected tensors: {shown}; {reason}")]
+    #[error("{folder}: unexpected tensors ({count}): {shown}; {reason}")]
     Unexpected {
         /// The checkpoint.
         folder: PathBuf,

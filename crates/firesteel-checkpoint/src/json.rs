@@ -17,12 +17,15 @@ const MAX_NAME_BYTES: usize = 1024;
 /// Reads a regular file of at most `limit` bytes.
 pub(crate) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, CheckpointError> {
     require_regular(path)?;
-    let mut bytes = Vec::new();
-    fs_err::File::open(path)?.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > limit {
-        let reason = format!("the file is longer than the {limit} bytes that are accepted");
+    let file = fs_err::File::open(path)?;
+    let length = file.metadata()?.len();
+    if length > limit {
+        let reason = format!("{length} bytes long; accepted: at most {limit}");
         return Err(CheckpointError::Json { file: path.into(), reason });
     }
+    let mut bytes = Vec::new();
+    bytes.reserve_exact(usize::try_from(length).unwrap_or_default());
+    file.take(length).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 

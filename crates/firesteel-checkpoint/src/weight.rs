@@ -62,7 +62,7 @@ impl Weight {
         &self.name
     }
 
-    /// Shape; [rows, columns] for a matrix, [width] for a norm.
+    /// Shape; `[rows, columns]` for a matrix, `[width]` for a norm.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }

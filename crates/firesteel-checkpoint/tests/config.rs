@@ -1,5 +1,7 @@
 //! Variations of config.json and the text of each refusal.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail as tests do")]
+
 mod common;
 
 use common::{Failures, GOLDEN, SPARK_TINY, object, parse, tiny_config};
@@ -344,7 +346,13 @@ fn accepted_variations_read_as_documented() {
             "rotary factor at both levels is applied once",
             |c| c["partial_rotary_factor"] = json!(0.25),
             |c| (c.rope_full.unwrap().dims, c.rope_sliding.unwrap().dims) == (4, 16),
-            &[],
+            &["partial_rotary_factor is ignored; rope_parameters has it for each layer type"],
+        ),
+        (
+            "theta at both levels",
+            |c| c["rope_theta"] = json!(500_000),
+            |c| c.rope_full.unwrap().theta == 5e6 && c.rope_sliding.unwrap().theta == 1e4,
+            &["rope_theta is ignored; rope_parameters has it"],
         ),
         (
             "nested rotary factor left out is 1",
@@ -476,7 +484,7 @@ fn texts_that_are_no_config_are_refused() {
         ("infinite", br#"{"rms_norm_eps": Infinity}"#, "not valid JSON"),
         ("overflowing", br#"{"rms_norm_eps": 1e999}"#, "number out of range"),
         ("deep", deep.as_bytes(), "recursion limit exceeded"),
-        ("long", long.as_bytes(), "longer than the 1048576 bytes"),
+        ("long", long.as_bytes(), "1048585 bytes long; accepted: at most 1048576"),
     ];
     let mut failures = Failures::default();
     for (name, text, part) in cases {

@@ -1,4 +1,4 @@
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test file uses a part")]
 
 use firesteel_checkpoint::{Checkpoint, Head, ModelConfig, RandomWeights, Weight};
 use firesteel_tensor::DType;

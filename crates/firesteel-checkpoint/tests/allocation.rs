@@ -1,0 +1,101 @@
+//! Hostile files must not make the reader allocate much more than their own size. The system
+//! holds the limit: a process that exceeds it is aborted.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail as tests do")]
+
+mod common;
+
+use common::{Failures, Model};
+use firesteel_checkpoint::Checkpoint;
+use rustix::process::{Resource, Rlimit, setrlimit};
+use std::path::Path;
+use std::process::Command;
+
+const FOLDER: &str = "FIRESTEEL_TEST_FOLDER";
+const SIZE: usize = 8 << 20;
+
+fn data_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
+/// The body of the child process; nothing when run as a test of its own.
+#[test]
+fn child_opens_the_folder_under_a_limit() {
+    let Some(folder) = std::env::var_os(FOLDER) else { return };
+    let limit = data_bytes() + (SIZE + (1 << 20)) as u64;
+    let limit = Rlimit { current: Some(limit), maximum: Some(limit) };
+    setrlimit(Resource::Data, limit).unwrap();
+    let error = Checkpoint::open(Path::new(&folder)).unwrap_err().to_string();
+    println!("error of {} bytes: {error}", error.len());
+}
+
+fn file(header: &str) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes
+}
+
+#[test]
+fn hostile_files_cost_no_more_memory_than_their_size() {
+    let entry = r#"{"dtype":"F32","shape":[0],"data_offsets":[0,0]}"#;
+    let long = "x".repeat(SIZE);
+    let escaped = "\\n".repeat(SIZE / 2);
+    let zeros = "0,".repeat(SIZE / 2);
+    let many = |member: &dyn Fn(usize) -> String, length: usize| {
+        (0..SIZE / length).map(member).collect::<Vec<_>>().join(",")
+    };
+    let empty_tensors = many(&|i| format!("\"{i}\":{entry}"), entry.len() + 10);
+    let strings = many(&|i| format!("\"{i}\":\"\""), 12);
+    let shards = many(&|i| format!("\"{i}\":\"a.safetensors\""), 26);
+    let safetensors = [
+        ("length beyond everything", vec![0xff; 8], "the header is said to have"),
+        ("length beyond the file", (99_000_000u64).to_le_bytes().to_vec(), "but only 0 follow"),
+        ("long name", file(&format!("{{\"{long}\":{entry}}}")), "a name of 8388608 bytes"),
+        ("escaped name", file(&format!("{{\"{escaped}\":{entry}}}")), "a name of 8388608 bytes"),
+        ("long dtype", file(&format!("{{\"a\":{{\"dtype\":\"{escaped}\"}}}}")), "accepted: 1024"),
+        ("long shape", file(&format!("{{\"a\":{{\"shape\":[{zeros}0]}}}}")), "accepted: 1024"),
+        ("text for a tensor", file(&format!("{{\"a\":\"{escaped}\"}}")), "accepted: 1024"),
+        ("text for a header", file(&format!("\"{escaped}\"")), "it must be a JSON object"),
+        ("many tensors", file(&format!("{{{empty_tensors}}}")), "more than 8193 entries"),
+        (
+            "many metadata",
+            file(&format!("{{\"__metadata__\":{{{strings}}}}}")),
+            "__metadata__: more than 8192 entries",
+        ),
+        (
+            "long metadata",
+            file(&format!("{{\"__metadata__\":{{\"a\":\"{escaped}\"}}}}")),
+            "missing tensors (42)",
+        ),
+        ("deep", file(&format!("{{\"a\":{}", "[".repeat(SIZE))), "header: EOF"),
+    ];
+    let index = [
+        ("many entries", format!("{{\"weight_map\":{{{shards}}}}}"), "more than 8192 entries"),
+        ("long tensor", format!("{{\"weight_map\":{{\"{escaped}\":\"\"}}}}"), "a name of 8388608"),
+        ("long shard", format!("{{\"weight_map\":{{\"a\":\"{escaped}\"}}}}"), "a name of 8388608"),
+    ];
+    let safetensors =
+        safetensors.map(|(name, bytes, part)| (name, "model.safetensors", bytes, part));
+    let index = index
+        .map(|(name, text, part)| (name, "model.safetensors.index.json", text.into_bytes(), part));
+
+    let mut failures = Failures::default();
+    for (name, file, bytes, part) in safetensors.into_iter().chain(index) {
+        let dir = tempfile::tempdir().unwrap();
+        Model::tiny().write_config(dir.path());
+        std::fs::write(dir.path().join(file), bytes).unwrap();
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_opens_the_folder_under_a_limit", "--nocapture"])
+            .args(["--test-threads", "1"])
+            .env(FOLDER, dir.path())
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        failures.check(name, output.status.success(), (output.status, &output.stderr.len()));
+        failures.check(name, text.contains(part) && text.contains("error of "), &text);
+        failures.check(name, text.len() < 1000, text.len());
+    }
+    failures.finish();
+}
