@@ -11,8 +11,7 @@ use std::sync::Arc;
 pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/spark");
 
 /// The golden steps in float64, made by make_steps_f64.py beside it.
-pub(crate) const STEPS_F64: &str =
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/steps_f64.safetensors");
+pub(crate) const STEPS_F64: &str = "steps_f64.safetensors";
 
 pub(crate) fn checkpoint(name: &str) -> Arc<Checkpoint> {
     Arc::new(Checkpoint::open(&PathBuf::from(FOLDER).join(name)).unwrap())
