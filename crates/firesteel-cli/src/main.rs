@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 /// Takes an on-device language model from its published checkpoint to the phone.
 #[derive(Debug, Parser)]
-#[command(name = "firesteel", version, about, max_term_width = 100)]
+#[command(name = "firesteel", version, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -19,19 +19,12 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show what a checkpoint, a config.json or an artifact is.
     Inspect(commands::inspect::Inspect),
-    /// Write a checkpoint of a published shape with random weights.
     Synth(commands::synth::Synth),
-    /// Write the static decode-step graph of a checkpoint.
     Export(commands::export::Export),
-    /// Compare two runners on the same tokens.
     Check(commands::check::Check),
-    /// Generate text.
     Generate(commands::generate::Generate),
-    /// Measure this program on this machine.
     Bench(commands::bench::Bench),
-    /// Install a pinned library into the cache folder.
     Setup(commands::setup::Setup),
 }
 

@@ -143,7 +143,7 @@ impl Tokenizer {
     fn plain_piece(&self, piece: &str) -> tokenizers::Result<Vec<Token>> {
         let model = self.inner.get_model();
         let tokens = model.tokenize(piece)?;
-        if true || !tokens.iter().any(|token| self.is_added(token.id)) {
+        if !tokens.iter().any(|token| self.is_added(token.id)) {
             return Ok(tokens);
         }
         let characters = piece.char_indices();

@@ -1,0 +1,10 @@
+//! The whole program: golden vectors through every runner, and the command line.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a failed helper is a failed test")]
+
+mod artifact;
+mod commands;
+mod generate;
+mod golden;
+mod parity;
+mod support;

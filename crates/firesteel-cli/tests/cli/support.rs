@@ -1,0 +1,223 @@
+//! What the tests share: golden files, checkpoints, exports and the binary itself.
+
+use firesteel_artifact::{Artifact, ExportRequest, HeadRunner, export};
+use firesteel_checkpoint::Checkpoint;
+use firesteel_export::{Dialect, ExportOptions, Gelu, Precision};
+use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
+use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, Runner, StepOutputs};
+use firesteel_tensor::{DType, TensorView};
+use safetensors::SafeTensors;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The root of the project.
+pub(crate) const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+
+/// A small trained model with tokenizer and chat template.
+pub(crate) fn spark_tiny() -> PathBuf {
+    Path::new(ROOT).join("models/spark-tiny")
+}
+
+/// A folder or file of the golden vectors.
+pub(crate) fn golden_path(name: &str) -> PathBuf {
+    Path::new(ROOT).join("tests/golden").join(name)
+}
+
+/// Tensors of a safetensors file.
+pub(crate) struct Golden(Vec<u8>);
+
+impl Golden {
+    pub(crate) fn open(path: &Path) -> Self {
+        Self(std::fs::read(path).unwrap())
+    }
+
+    fn bytes(&self, name: &str) -> Vec<u8> {
+        SafeTensors::deserialize(&self.0).unwrap().tensor(name).unwrap().data().to_vec()
+    }
+
+    pub(crate) fn f32(&self, name: &str) -> Vec<f32> {
+        self.bytes(name).chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    pub(crate) fn f64(&self, name: &str) -> Vec<f64> {
+        self.bytes(name).chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
+        self.bytes(name).chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+}
+
+/// A whole model in f32, one token a step.
+pub(crate) fn options(checkpoint: &Checkpoint) -> ExportOptions {
+    ExportOptions {
+        tokens: 1,
+        context: 64,
+        layers: 0..checkpoint.config().num_layers(),
+        cache_layout: CacheLayoutChoice::Auto,
+        logits: Logits::Last,
+        gelu: Gelu::Exact,
+        precision: Precision::Fp32,
+        dialect: Dialect::Portable,
+        head_shards: 1,
+    }
+}
+
+/// Exports into `out`.
+pub(crate) fn export_to(checkpoint: &Checkpoint, options: ExportOptions, out: &Path) -> Artifact {
+    let request = ExportRequest {
+        checkpoint,
+        options,
+        embedding: false,
+        random_seed: None,
+        force: false,
+        threads: 2,
+    };
+    export(&request, out, &|_, _| {}).unwrap()
+}
+
+/// The step of an artifact on ONNX Runtime.
+pub(crate) fn ort(artifact: &Artifact) -> OrtRunner {
+    let graph = &artifact.manifest().graphs[0];
+    let spec = artifact.manifest().step.clone();
+    OrtRunner::open(&artifact.graph_path(graph), spec, &OrtOptions::default()).unwrap()
+}
+
+/// Embeds `ids`, runs one step and commits it.
+pub(crate) fn advance(
+    runner: &mut dyn Runner,
+    embedding: &dyn Embedding,
+    state: &mut KvState,
+    ids: &[u32],
+) -> StepOutputs {
+    let spec = runner.spec().clone();
+    let mut x = vec![0f32; ids.len() * embedding.hidden_size()];
+    embedding.lookup(ids, &mut x).unwrap();
+    let step = state.prepare(&spec, &x).unwrap();
+    let outputs = runner.step(&state.inputs(&spec, &step).unwrap()).unwrap();
+    state.commit(&spec, step, &outputs).unwrap();
+    outputs
+}
+
+/// 10 · log10(Σ reference² / Σ (reference − test)²), infinite for equal values.
+pub(crate) fn snr(reference: &[f64], test: &[f32]) -> f64 {
+    assert_eq!(reference.len(), test.len());
+    let pairs = reference.iter().zip(test).map(|(&r, &t)| (r, f64::from(t)));
+    let (signal, noise) =
+        pairs.fold((0.0, 0.0), |(s, n), (r, t)| (s + r * r, n + (r - t) * (r - t)));
+    10.0 * (signal / noise).log10()
+}
+
+/// Runs the binary in the root of the project.
+pub(crate) fn firesteel(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_firesteel"))
+        .args(arguments)
+        .current_dir(ROOT)
+        .env("NO_COLOR", "1")
+        .output()
+        .unwrap()
+}
+
+/// Standard output of a run that must succeed.
+pub(crate) fn stdout(arguments: &[&str]) -> String {
+    let output = firesteel(arguments);
+    let talk = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {:?}\n{talk}", output.status);
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Standard error of a run that must fail because of its input.
+pub(crate) fn refusal(arguments: &[&str]) -> String {
+    let output = firesteel(arguments);
+    let talk = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {talk}");
+    talk
+}
+
+/// A path as an argument.
+pub(crate) fn argument(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Names of the entries of a folder, sorted, hidden ones included.
+pub(crate) fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Name and content of every file of a folder.
+pub(crate) fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let read = |name: String| (name.clone(), std::fs::read(folder.join(&name)).unwrap());
+    names(folder).into_iter().map(read).collect()
+}
+
+/// Copies the files of a folder into a new one.
+pub(crate) fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for name in names(from) {
+        std::fs::copy(from.join(&name), to.join(&name)).unwrap();
+    }
+}
+
+/// An artifact on the evaluator and on ONNX Runtime, the parts of a sharded head joined.
+pub(crate) fn artifact_runners(artifact: &Artifact) -> Vec<Box<dyn Runner>> {
+    let heads = artifact.manifest().graphs[1..].iter().map(|part| {
+        let path = artifact.graph_path(part);
+        let mut model = OrtModel::open(&path, &OrtOptions::default()).unwrap();
+        Box::new(move |hidden: TensorView<'_>| Ok(model.run(&[("hidden", hidden)]).unwrap().remove(0)))
+            as HeadRunner
+    });
+    let joined = artifact.join(Box::new(ort(artifact)), heads.collect()).unwrap();
+    vec![artifact.evaluator(false).unwrap(), joined]
+}
+
+/// Every output of a runner over `ids`, in steps of its own size.
+pub(crate) fn all_outputs(
+    runner: &mut dyn Runner,
+    embedding: &dyn Embedding,
+    ids: &[u32],
+) -> Vec<StepOutputs> {
+    let mut state = KvState::new(runner.spec()).unwrap();
+    let tokens = runner.spec().tokens;
+    ids.chunks_exact(tokens).map(|ids| advance(runner, embedding, &mut state, ids)).collect()
+}
+
+/// Changes a checkpoint of one f32 or bf16 file: writes config.json with `config` applied and the
+/// tensors, as f32, with `change` applied to name, shape and values.
+pub(crate) fn changed_checkpoint(
+    from: &Path,
+    to: &Path,
+    config: &dyn Fn(&mut Value),
+    change: &dyn Fn(&str, &mut Vec<usize>, &mut Vec<f32>),
+) {
+    copy_folder(from, to);
+    let file = to.join("config.json");
+    let mut json: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    config(&mut json);
+    std::fs::write(&file, json.to_string()).unwrap();
+    let file = to.join("model.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    let source = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors = Vec::new();
+    for (name, tensor) in source.iter() {
+        let dtype = match tensor.dtype() {
+            safetensors::Dtype::F32 => DType::F32,
+            safetensors::Dtype::BF16 => DType::BF16,
+            other => panic!("{name} is {other}"),
+        };
+        let mut shape = tensor.shape().to_vec();
+        let mut values = vec![0f32; shape.iter().product()];
+        firesteel_tensor::read_f32(dtype, tensor.data(), &mut values).unwrap();
+        change(name, &mut shape, &mut values);
+        let data: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        tensors.push((name.to_owned(), shape, data));
+    }
+    let views = tensors.iter().map(|(name, shape, data)| {
+        (name, safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), data).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &file).unwrap();
+}
