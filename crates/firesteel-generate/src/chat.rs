@@ -302,14 +302,22 @@ fn argument_object(name: &str, arguments: &Value) -> Result<Value, String> {
 }
 
 fn template_error(origin: &str, error: &Error) -> GenerateError {
-    let detail = error.detail().map(str::to_owned).unwrap_or_else(|| error.kind().to_string());
+    let detail = match error.kind() {
+        ErrorKind::OutOfFuel => format!("is not done after {TEMPLATE_STEPS} instructions"),
+        kind => error.detail().map_or_else(|| kind.to_string(), str::to_owned),
+    };
     let place = error.line().map(|line| format!("line {line}: ")).unwrap_or_default();
     GenerateError::Template { origin: origin.into(), message: format!("{place}{detail}") }
 }
 
+/// Instructions that a template may execute; thousands of messages need a fraction of it, and one
+/// that loops for ever ends with an error.
+const TEMPLATE_STEPS: u64 = 10_000_000;
+
 /// An environment set up as transformers sets up Jinja for chat templates.
 fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
+    environment.set_fuel(Some(TEMPLATE_STEPS));
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);

@@ -368,6 +368,11 @@ fn templates_can_raise_and_tell_the_time() {
         render("{{ nothing | tojson }}").unwrap_err(),
         "DIR/chat_template.jinja: line 1: an undefined value has no JSON"
     );
+    let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
+    assert_eq!(
+        render(endless).unwrap_err(),
+        "DIR/chat_template.jinja: line 1: is not done after 10000000 instructions"
+    );
     let year: u32 = render("{{ strftime_now('%Y') }}").unwrap().parse().unwrap();
     assert!(year >= 2025);
     assert_eq!(render("{% generation %}a{% endgeneration %}\nb\n").unwrap(), "ab");
