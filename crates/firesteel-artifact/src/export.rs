@@ -21,7 +21,7 @@ const MODEL: &str = "model.onnx";
 /// Name of the raw embedding table.
 const EMBEDDING: &str = "embedding.bin";
 
-/// Files that are copied from the checkpoint where it has them.
+/// Files that are copied from the checkpoint where it has them, the config first.
 const COPIED: [&str; 5] = [
     "config.json",
     "generation_config.json",
@@ -176,13 +176,19 @@ fn hash_file(file: &CheckpointFile) -> FileHash {
 fn copy_files(checkpoint: &Checkpoint, folder: &Path) -> Result<Vec<FileHash>, ArtifactError> {
     let mut copied = Vec::new();
     for name in COPIED {
-        let Some(source) = checkpoint.side_file(name)? else { continue };
-        let bytes = fs::metadata(&source)?.len();
-        if bytes > COPY_LIMIT {
-            let problem = format!("has {bytes} bytes; up to {COPY_LIMIT} are copied");
-            return Err(ArtifactError::Content { file: source, problem });
-        }
-        let content = fs::read(&source)?;
+        let content = match checkpoint.side_file(name)? {
+            Some(source) => {
+                let bytes = fs::metadata(&source)?.len();
+                if bytes > COPY_LIMIT {
+                    let problem = format!("has {bytes} bytes; up to {COPY_LIMIT} are copied");
+                    return Err(ArtifactError::Content { file: source, problem });
+                }
+                fs::read(&source)?
+            }
+            // Random weights have a config all the same.
+            None if name == COPIED[0] => checkpoint.config().to_json().into_bytes(),
+            None => continue,
+        };
         fs::write(folder.join(name), &content)?;
         copied.push(FileHash {
             name: name.into(),

@@ -63,7 +63,7 @@ pub struct Manifest {
 pub struct ModelEntry {
     /// `model_type` of config.json.
     pub model_type: String,
-    /// SHA-256 of config.json; `None` for a preset.
+    /// SHA-256 of config.json, as it is in the artifact.
     pub config_sha256: Option<String>,
     /// Files with the checkpoint's weights; empty for random weights.
     pub checkpoint: Vec<FileHash>,

@@ -252,7 +252,7 @@ fn dot(x: &[f64], w: &[f64]) -> f64 {
     let mut lanes = [0f64; 8];
     let (x_blocks, w_blocks) = (x.chunks_exact(8), w.chunks_exact(8));
     let rest: f64 =
-        x_blocks.remainder().iter().zip(w_blocks.remainder()).map(|(x, w)| x * f64::from(*w)).sum();
+        x_blocks.remainder().iter().zip(w_blocks.remainder()).map(|(x, w)| x * w).sum();
     for (x, w) in x_blocks.zip(w_blocks) {
         for ((lane, x), w) in lanes.iter_mut().zip(x).zip(w) {
             *lane += x * w;

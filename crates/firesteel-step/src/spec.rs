@@ -304,7 +304,7 @@ impl StepSpec {
         if self.first_layer > LENGTH_LIMIT {
             return option("first_layer", self.first_layer.to_string(), "at most 2^24 is accepted");
         }
-        if self.num_attention_heads % self.num_key_value_heads != 0 {
+        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let heads = self.num_attention_heads.to_string();
             return option("num_attention_heads", heads, "a multiple of the key/value heads is");
         }
@@ -359,7 +359,7 @@ impl StepSpec {
                 return Err(StepError::Count { what, expected: made.len(), actual: ours.len() });
             }
             let sizes = ours.iter().map(|tensor| tensor.dtype.byte_count(&tensor.shape));
-            let total = sizes.fold(Some(0usize), |sum, size| sum?.checked_add(size?));
+            let total = sizes.into_iter().try_fold(0usize, |sum, size| sum.checked_add(size?));
             if total.is_none_or(|total| total > BYTES_LIMIT) {
                 return option(what, "their size".into(), "at most 1 TiB is accepted");
             }

@@ -396,7 +396,7 @@ fn print_report(
     }
     if let Some(bad) = &report.first_bad {
         printer.line(format!(
-            "first below {} dB: {} in the step at position {}, {}",
+            "first below {} dB in a single step: {} at position {}, {}",
             report.min_snr,
             bad.name,
             bad.position,
@@ -404,6 +404,6 @@ fn print_report(
         ))?;
     }
     let verdict = if report.passed { "passed" } else { "FAILED" };
-    printer.line(format!("{verdict}: the bar is {} dB", report.min_snr))?;
+    printer.line(format!("{verdict}: the bar over all steps is {} dB", report.min_snr))?;
     Ok(())
 }

@@ -305,7 +305,8 @@ fn print(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
     ))?;
     for (file, counts) in &report.op_counts {
         let nodes: usize = counts.values().sum();
-        printer.line(format!("{file}: {nodes} nodes of {} operators", counts.len()))?;
+        let list: Vec<String> = counts.iter().map(|(op, count)| format!("{count} {op}")).collect();
+        printer.line(format!("{file}: {nodes} nodes, {}", list.join(", ")))?;
     }
     printer.line(format!(
         "{} tensors, {} of data; KV at 16 bits {} instead of {}",

@@ -13,7 +13,6 @@ pub(crate) struct Setup {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// ONNX Runtime, from its PyPI wheel through pip.
     Ort(Ort),
 }
 
