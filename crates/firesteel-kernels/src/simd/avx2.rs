@@ -1,0 +1,311 @@
+//! AVX2 with FMA and F16C.
+#![allow(unsafe_code, reason = "intrinsics")]
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use crate::isa::Avx2;
+use crate::matrix::{Format, PackedBlock, PackedQ4, PackedQ4K, PackedQ6K, PackedQ8};
+use crate::quantized_rows::{ActivationBlock, Panel};
+use crate::simd::{Kernel, QuantizedTile, STRIP, Simd};
+
+/// How many bytes a product runs ahead of itself.
+const PREFETCH: usize = 4096;
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn run<K: Kernel>(simd: Avx2, kernel: K) -> K::Output {
+    kernel.run(simd)
+}
+
+impl Simd for Avx2 {
+    type Vector = __m256;
+    const LANES: usize = 8;
+    const STRIPS: usize = 1;
+
+    #[inline(always)]
+    fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: the token proves the features.
+        unsafe { run(self, kernel) }
+    }
+
+    #[inline(always)]
+    fn splat(self, value: f32) -> __m256 {
+        // SAFETY: the token proves the features.
+        unsafe { _mm256_set1_ps(value) }
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: the token proves the features.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn sum(self, vector: __m256) -> f32 {
+        // SAFETY: the token proves the features.
+        unsafe {
+            let four =
+                _mm_add_ps(_mm256_castps256_ps128(vector), _mm256_extractf128_ps::<1>(vector));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(self, pointer: *const f32) -> __m256 {
+        // SAFETY: the token proves the features; the caller vouches for the elements.
+        unsafe { _mm256_loadu_ps(pointer) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, pointer: *const f16) -> __m256 {
+        // SAFETY: the token proves the features; the caller vouches for the elements.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(pointer.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, pointer: *const bf16) -> __m256 {
+        // SAFETY: the token proves the features; the caller vouches for the elements.
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(pointer.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, vector: __m256, pointer: *mut f32) {
+        // SAFETY: the token proves the features; the caller vouches for the elements.
+        unsafe { _mm256_storeu_ps(pointer, vector) }
+    }
+
+    #[inline(always)]
+    fn quantized_tile(self, tile: QuantizedTile<'_>) {
+        let (sums, _) = tile.sums.as_chunks_mut::<STRIP>();
+        // SAFETY: the token proves the features.
+        unsafe {
+            match tile.format {
+                Format::Q8 => q8(tile.first, tile.panel, sums),
+                Format::Q4 => q4(tile.first, tile.panel, sums),
+                Format::Q4K => q4_k(tile.first, tile.panel, sums),
+                Format::Q6K => q6_k(tile.first, tile.panel, sums),
+                Format::F32 | Format::F16 | Format::BF16 => {}
+            }
+        }
+    }
+}
+
+/// Asks for the bytes that a product will need soon, which lie beyond the end only as addresses.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn prefetch<T>(block: &T) {
+    let ahead = std::ptr::from_ref(block).cast::<i8>().wrapping_add(PREFETCH);
+    for line in (0..size_of::<T>()).step_by(64) {
+        _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line));
+    }
+}
+
+/// One vector of 8 rows × 4 columns.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load<T: bytemuck::Pod>(rows: &[T; STRIP]) -> __m256i {
+    const { assert!(size_of::<T>() == 4) };
+    // SAFETY: the array has 32 bytes.
+    unsafe { _mm256_loadu_si256(rows.as_ptr().cast()) }
+}
+
+#[target_feature(enable = "avx2,f16c")]
+#[inline]
+fn load_scales(scales: &[f16; STRIP]) -> __m256 {
+    // SAFETY: the array has 16 bytes.
+    unsafe { _mm256_cvtph_ps(_mm_loadu_si128(scales.as_ptr().cast())) }
+}
+
+/// Eight bytes as int32.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load_bytes(bytes: &[u8; STRIP]) -> __m256i {
+    _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(*bytes)))
+}
+
+/// Eight int8 as floats.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn load_signed(bytes: &[i8; STRIP]) -> __m256 {
+    let bytes = _mm_cvtsi64_si128(i64::from_le_bytes(bytes.map(i8::cast_unsigned)));
+    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
+}
+
+/// The 32 columns of 8 rows in groups, from nibbles.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn nibbles(packed: &[[[u8; 4]; STRIP]; 4]) -> [__m256i; 8] {
+    let mask = _mm256_set1_epi8(15);
+    let [a, b, c, d] = [load(&packed[0]), load(&packed[1]), load(&packed[2]), load(&packed[3])];
+    [
+        _mm256_and_si256(a, mask),
+        _mm256_and_si256(b, mask),
+        _mm256_and_si256(c, mask),
+        _mm256_and_si256(d, mask),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(a), mask),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(b), mask),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(c), mask),
+        _mm256_and_si256(_mm256_srli_epi16::<4>(d), mask),
+    ]
+}
+
+/// Unsigned weights with a group of activations, in pairs of int16.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn pairs(weights: __m256i, group: i32) -> __m256i {
+    _mm256_maddubs_epi16(weights, _mm256_set1_epi32(group))
+}
+
+/// The product of 32 columns of 4-bit weights. A sum of eight pairs is at most 8 · 2 · 15 · 127, which
+/// an int16 holds.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn dot_4(w: &[__m256i; 8], x: &ActivationBlock) -> __m256i {
+    let g = &x.groups;
+    let a = _mm256_add_epi16(pairs(w[0], g[0]), pairs(w[1], g[1]));
+    let b = _mm256_add_epi16(pairs(w[2], g[2]), pairs(w[3], g[3]));
+    let c = _mm256_add_epi16(pairs(w[4], g[4]), pairs(w[5], g[5]));
+    let d = _mm256_add_epi16(pairs(w[6], g[6]), pairs(w[7], g[7]));
+    let sum = _mm256_add_epi16(_mm256_add_epi16(a, b), _mm256_add_epi16(c, d));
+    _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
+}
+
+/// sums += dot · (scale · x).
+#[target_feature(enable = "avx2,fma")]
+#[inline]
+fn accumulate(sums: &mut [f32; STRIP], dot: __m256i, scale: __m256, x: f32) {
+    // SAFETY: the array has 32 bytes.
+    unsafe {
+        let scale = _mm256_mul_ps(scale, _mm256_set1_ps(x));
+        let sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, _mm256_loadu_ps(sums.as_ptr()));
+        _mm256_storeu_ps(sums.as_mut_ptr(), sum);
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn q4(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
+    for (k, block) in PackedQ4::strip(strip).iter().enumerate() {
+        prefetch(block);
+        let weights = nibbles(&block.nibbles);
+        let scales = load_scales(&block.scales);
+        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
+            let dot = _mm256_add_epi32(dot_4(&weights, x), _mm256_set1_epi32(x.offset));
+            accumulate(sums, dot, scales, x.scale);
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn q4_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
+    for (k, block) in PackedQ4K::strip(strip).iter().enumerate() {
+        let (scales, mins) = (load_scales(&block.scales), load_scales(&block.mins));
+        for (sub, packed) in block.nibbles.iter().enumerate() {
+            prefetch(packed);
+            let weights = nibbles(packed);
+            let low = load_bytes(&block.low[sub]);
+            let high = load_bytes(&block.high[sub % 4]);
+            let high = if sub < 4 { high } else { _mm256_srli_epi32::<4>(high) };
+            let (four, two) = (_mm256_set1_epi32(15), _mm256_set1_epi32(0x30));
+            let scale = _mm256_or_si256(
+                _mm256_and_si256(low, four),
+                _mm256_and_si256(_mm256_slli_epi32::<4>(high), two),
+            );
+            let min = _mm256_or_si256(
+                _mm256_srli_epi32::<4>(low),
+                _mm256_and_si256(_mm256_slli_epi32::<2>(high), two),
+            );
+            let scale = _mm256_mul_ps(scales, _mm256_cvtepi32_ps(scale));
+            let min = _mm256_mul_ps(mins, _mm256_cvtepi32_ps(min));
+            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
+                accumulate(sums, dot_4(&weights, x), scale, x.scale);
+                // SAFETY: the array has 32 bytes.
+                unsafe {
+                    let sum = _mm256_loadu_ps(sums.as_ptr());
+                    let sum = _mm256_fnmadd_ps(min, _mm256_set1_ps(x.scaled_sum), sum);
+                    _mm256_storeu_ps(sums.as_mut_ptr(), sum);
+                }
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
+    let (three, ones) = (_mm256_set1_epi8(0x30), _mm256_set1_epi16(1));
+    for (k, block) in PackedQ6K::strip(strip).iter().enumerate() {
+        let scales = load_scales(&block.scales);
+        for sub in 0..8 {
+            prefetch(&block.low[sub]);
+            prefetch(&block.high[sub]);
+            let low = nibbles(&block.low[sub]);
+            let [a, b] = [load(&block.high[sub][0]), load(&block.high[sub][1])];
+            let w = [
+                _mm256_or_si256(low[0], _mm256_and_si256(_mm256_slli_epi16::<4>(a), three)),
+                _mm256_or_si256(low[1], _mm256_and_si256(_mm256_slli_epi16::<4>(b), three)),
+                _mm256_or_si256(low[2], _mm256_and_si256(_mm256_slli_epi16::<2>(a), three)),
+                _mm256_or_si256(low[3], _mm256_and_si256(_mm256_slli_epi16::<2>(b), three)),
+                _mm256_or_si256(low[4], _mm256_and_si256(a, three)),
+                _mm256_or_si256(low[5], _mm256_and_si256(b, three)),
+                _mm256_or_si256(low[6], _mm256_and_si256(_mm256_srli_epi16::<2>(a), three)),
+                _mm256_or_si256(low[7], _mm256_and_si256(_mm256_srli_epi16::<2>(b), three)),
+            ];
+            let first = _mm256_mul_ps(scales, load_signed(&block.sub_scales[sub * 2]));
+            let second = _mm256_mul_ps(scales, load_signed(&block.sub_scales[sub * 2 + 1]));
+            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
+                let g = &x.groups;
+                // A sum of two pairs is at most 2 · 2 · 63 · 127, which an int16 holds; more is not.
+                let half = |i: usize| {
+                    let a = _mm256_add_epi16(pairs(w[i], g[i]), pairs(w[i + 1], g[i + 1]));
+                    let b = _mm256_add_epi16(pairs(w[i + 2], g[i + 2]), pairs(w[i + 3], g[i + 3]));
+                    _mm256_add_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones))
+                };
+                let low = _mm256_set1_epi32(x.low_offset);
+                let high = _mm256_sub_epi32(_mm256_set1_epi32(x.offset), low);
+                let dot = _mm256_add_epi32(half(0), _mm256_slli_epi32::<2>(low));
+                accumulate(sums, dot, first, x.scale);
+                let dot = _mm256_add_epi32(half(4), _mm256_slli_epi32::<2>(high));
+                accumulate(sums, dot, second, x.scale);
+            }
+        }
+    }
+}
+
+/// The magnitudes of the weights take the unsigned side, their signs go to the activations: a pair is
+/// then at most 2 · 128 · 127, which an int16 holds. Activations are never −128, so their negatives
+/// exist.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn q8(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
+    let ones = _mm256_set1_epi16(1);
+    for (k, block) in PackedQ8::strip(strip).iter().enumerate() {
+        prefetch(block);
+        let scales = load_scales(&block.scales);
+        let v = &block.values;
+        let magnitudes = [
+            _mm256_abs_epi8(load(&v[0])),
+            _mm256_abs_epi8(load(&v[1])),
+            _mm256_abs_epi8(load(&v[2])),
+            _mm256_abs_epi8(load(&v[3])),
+            _mm256_abs_epi8(load(&v[4])),
+            _mm256_abs_epi8(load(&v[5])),
+            _mm256_abs_epi8(load(&v[6])),
+            _mm256_abs_epi8(load(&v[7])),
+        ];
+        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
+            let product = |i: usize| {
+                let signed = _mm256_sign_epi8(_mm256_set1_epi32(x.groups[i]), load(&v[i]));
+                _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes[i], signed), ones)
+            };
+            let a = _mm256_add_epi32(product(0), product(1));
+            let b = _mm256_add_epi32(product(2), product(3));
+            let c = _mm256_add_epi32(product(4), product(5));
+            let d = _mm256_add_epi32(product(6), product(7));
+            let dot = _mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d));
+            accumulate(sums, dot, scales, x.scale);
+        }
+    }
+}
