@@ -1,15 +1,17 @@
 use crate::config::{CONFIG_FILE, read_config};
 use crate::folder::{Found, Tensors, exists, file_path, read_tensors};
+use crate::gguf::stored_name;
 use crate::json::shorten;
 use crate::random::{Amplified, Distribution, Generator, outlier_channels};
 use crate::weight::Piece;
-use crate::{CheckpointError, ModelConfig, RandomWeights, Weight};
-use firesteel_tensor::{DType, SharedBytes, element_count};
+use crate::{CheckpointError, Gguf, GgufTokenizer, ModelConfig, RandomWeights, Weight, gguf};
+use firesteel_tensor::{SharedBytes, element_count};
 use safetensors::Dtype;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A validated model: config and every weight, mapped from a folder or generated.
+/// A validated model: config and every weight, mapped from a folder or a GGUF file or generated.
 #[derive(Debug)]
 pub struct Checkpoint {
     config: ModelConfig,
@@ -20,6 +22,7 @@ pub struct Checkpoint {
     head: Head,
     layers: Vec<LayerWeights>,
     files: Vec<CheckpointFile>,
+    gguf: Option<Gguf>,
     tensor_count: usize,
 }
 
@@ -78,6 +81,8 @@ pub struct CheckpointFile {
     pub bytes: SharedBytes,
 }
 
+/// Name of the output head.
+const HEAD: &str = "lm_head.weight";
 /// How many names an error lists.
 const SHOWN: usize = 4;
 /// Elements compared at once when a stored head has another type than the embedding.
@@ -144,34 +149,47 @@ fn final_norm_tensor(config: &ModelConfig) -> Expected {
 }
 
 fn head_tensor(config: &ModelConfig) -> Expected {
-    Expected { name: "lm_head.weight".into(), ..embedding_tensor(config) }
+    Expected { name: HEAD.into(), ..embedding_tensor(config) }
 }
 
 impl Checkpoint {
     /// Path of another file of the checkpoint's folder, such as tokenizer.json, after the same
-    /// rules for links as for the weights; `None` when there is none.
+    /// rules for links as for the weights; `None` when there is none. A GGUF file holds all that
+    /// belongs to it, so what lies beside it is never taken.
     ///
     /// # Errors
     /// When it is not a regular file or a link that leaves the folder.
     pub fn side_file(&self, name: &str) -> Result<Option<PathBuf>, CheckpointError> {
         match &self.path {
-            Some(folder) if exists(&folder.join(name))? => file_path(folder, name).map(Some),
+            Some(folder) if self.gguf.is_none() && exists(&folder.join(name))? => {
+                file_path(folder, name).map(Some)
+            }
             _ => Ok(None),
         }
     }
 
-    /// Opens a Hugging Face folder: config.json and model.safetensors, or shards with
-    /// model.safetensors.index.json. Maps the weights without reading them, except that a stored
-    /// head is compared with the embedding.
+    /// Opens a Hugging Face folder (config.json and model.safetensors, or shards with
+    /// model.safetensors.index.json) or a GGUF file. Maps the weights without reading them, except
+    /// that a stored head is compared with the embedding. Weights of a GGUF file have the names
+    /// that they have in a folder.
     ///
     /// # Errors
     /// When anything is missing, malformed, unexpected or of the wrong shape; the message names
     /// file, tensor or key, what was found and what is accepted.
-    pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
-        if !fs_err::metadata(dir)?.is_dir() {
-            let reason = "not a folder; accepted: the folder that holds config.json".into();
-            return Err(CheckpointError::Path { path: dir.into(), reason });
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        if fs_err::metadata(path)?.is_dir() {
+            return Self::open_folder(path);
         }
+        if Gguf::is_gguf(path)? {
+            return Self::open_gguf(path);
+        }
+        let reason = "neither a folder nor a GGUF file; accepted: the folder that holds \
+                      config.json, or a GGUF file"
+            .into();
+        Err(CheckpointError::Path { path: path.into(), reason })
+    }
+
+    fn open_folder(dir: &Path) -> Result<Self, CheckpointError> {
         let text = read_config(dir)?;
         let (config, mut warnings) = ModelConfig::from_folder(dir, &text)?;
         let Tensors { by_name, mut files, warnings: tensor_warnings } = read_tensors(dir)?;
@@ -179,51 +197,29 @@ impl Checkpoint {
         let bytes = SharedBytes::new(Arc::new(text));
         files.push(CheckpointFile { name: CONFIG_FILE.into(), bytes });
         files.sort_by(|a, b| a.name.cmp(&b.name));
+        Parts { path: dir, config, warnings, by_name, files, gguf: None }.build()
+    }
 
-        let tensor_count = by_name.len();
-        let mut taker = Taker { folder: dir, by_name, missing: 0, shown: Vec::new() };
-        let embedding = taker.take(embedding_tensor(&config))?;
-        let final_norm = taker.take(final_norm_tensor(&config))?;
-        let stored_head = match taker.has("lm_head.weight") {
-            true => taker.take(head_tensor(&config))?,
-            false => None,
-        };
-        let mut layers = Vec::new();
-        for layer in 0..config.num_layers() {
-            layers.push(taker.layer(&config, layer)?);
-        }
-        taker.finish(config.num_layers())?;
-        let layers = layers.into_iter().collect::<Option<Vec<_>>>();
-        let (Some(embedding), Some(final_norm), Some(layers)) = (embedding, final_norm, layers)
-        else {
-            return Err(taker.missing());
-        };
-        let head = match stored_head {
-            None if config.tie_word_embeddings => Head::Tied,
-            None => return Err(CheckpointError::HeadMissing { folder: dir.into() }),
-            Some(head) if equal(&head, &embedding)? => Head::Tied,
-            Some(head) => {
-                if config.tie_word_embeddings {
-                    warnings.push(format!(
-                        "{}: tie_word_embeddings is true, but a lm_head.weight that differs from \
-                         the embedding is stored; the stored one is used",
-                        dir.join(CONFIG_FILE).display()
-                    ));
-                }
-                Head::Stored(head)
-            }
-        };
-        Ok(Self {
-            config,
-            path: Some(dir.into()),
-            warnings,
-            embedding,
-            final_norm,
-            head,
-            layers,
-            files,
-            tensor_count,
-        })
+    fn open_gguf(path: &Path) -> Result<Self, CheckpointError> {
+        let gguf = Gguf::open(path)?;
+        let head = stored_name(HEAD);
+        let tied = gguf.tensors().iter().all(|tensor| tensor.name != head);
+        let (config, warnings) = gguf::read_config(&gguf, tied)?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let file: Arc<str> = (&*name).into();
+        let found = gguf.tensors().iter().map(|tensor| {
+            let found = Found {
+                file: Arc::clone(&file),
+                format: Ok(tensor.format),
+                shape: tensor.shape.clone(),
+                offset: tensor.offset,
+                bytes: tensor.bytes.clone(),
+            };
+            (tensor.name.clone(), found)
+        });
+        let by_name = found.collect();
+        let files = vec![CheckpointFile { name: name.into_owned(), bytes: gguf.bytes() }];
+        Parts { path, config, warnings, by_name, files, gguf: Some(gguf) }.build()
     }
 
     /// A model of the shape `config` whose weights are made on demand. An element depends on the
@@ -279,6 +275,7 @@ impl Checkpoint {
             head,
             layers,
             files: Vec::new(),
+            gguf: None,
         }
     }
 
@@ -287,7 +284,7 @@ impl Checkpoint {
         &self.config
     }
 
-    /// The folder; `None` for generated weights.
+    /// The folder or the GGUF file; `None` for generated weights.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
@@ -325,7 +322,8 @@ impl Checkpoint {
         &self.layers
     }
 
-    /// config.json and every safetensors file, sorted by name; empty for generated weights.
+    /// config.json and every safetensors file, sorted by name, or the GGUF file; empty for
+    /// generated weights.
     pub fn files(&self) -> &[CheckpointFile] {
         &self.files
     }
@@ -334,19 +332,108 @@ impl Checkpoint {
     pub fn tensor_count(&self) -> usize {
         self.tensor_count
     }
+
+    /// The GGUF file that the weights are in, if it is one.
+    pub fn gguf(&self) -> Option<&Gguf> {
+        self.gguf.as_ref()
+    }
+
+    /// The tokenizer in the GGUF file, read on each call; `None` for anything but a GGUF file
+    /// with a tokenizer.
+    ///
+    /// # Errors
+    /// When the file has a tokenizer that cannot be used.
+    pub fn gguf_tokenizer(&self) -> Result<Option<GgufTokenizer>, CheckpointError> {
+        self.gguf.as_ref().map_or(Ok(None), GgufTokenizer::of)
+    }
+}
+
+/// What was read from disk, before the tensors are matched with the config.
+struct Parts<'a> {
+    path: &'a Path,
+    config: ModelConfig,
+    warnings: Vec<String>,
+    by_name: HashMap<String, Found>,
+    files: Vec<CheckpointFile>,
+    gguf: Option<Gguf>,
+}
+
+impl Parts<'_> {
+    fn build(self) -> Result<Checkpoint, CheckpointError> {
+        let Self { path, config, mut warnings, by_name, files, gguf } = self;
+        let tensor_count = by_name.len();
+        let is_gguf = gguf.is_some();
+        let mut taker = Taker { path, is_gguf, by_name, missing: 0, shown: Vec::new() };
+        let embedding = taker.take(embedding_tensor(&config))?;
+        let final_norm = taker.take(final_norm_tensor(&config))?;
+        let stored_head = match taker.has(HEAD) {
+            true => taker.take(head_tensor(&config))?,
+            false => None,
+        };
+        let mut layers = Vec::new();
+        for layer in 0..config.num_layers() {
+            layers.push(taker.layer(&config, layer)?);
+        }
+        taker.finish(config.num_layers())?;
+        let layers = layers.into_iter().collect::<Option<Vec<_>>>();
+        let (Some(embedding), Some(final_norm), Some(layers)) = (embedding, final_norm, layers)
+        else {
+            return Err(taker.missing());
+        };
+        let head = match stored_head {
+            None if config.tie_word_embeddings => Head::Tied,
+            None => return Err(CheckpointError::HeadMissing { folder: path.into() }),
+            Some(head) if equal(&head, &embedding)? => Head::Tied,
+            Some(head) => {
+                if config.tie_word_embeddings {
+                    warnings.push(format!(
+                        "{}: tie_word_embeddings is true, but a lm_head.weight that differs from \
+                         the embedding is stored; the stored one is used",
+                        path.join(CONFIG_FILE).display()
+                    ));
+                }
+                Head::Stored(head)
+            }
+        };
+        Ok(Checkpoint {
+            config,
+            path: Some(path.into()),
+            warnings,
+            embedding,
+            final_norm,
+            head,
+            layers,
+            files,
+            gguf,
+            tensor_count,
+        })
+    }
 }
 
 /// Takes the expected tensors out of those found, and keeps what is missing.
 struct Taker<'a> {
-    folder: &'a Path,
-    by_name: std::collections::HashMap<String, Found>,
+    /// The folder or the GGUF file.
+    path: &'a Path,
+    is_gguf: bool,
+    /// By the name that the file has for them.
+    by_name: HashMap<String, Found>,
     missing: usize,
     shown: Vec<String>,
 }
 
 impl Taker<'_> {
+    /// The name that the file has for a tensor.
+    fn stored_name(&self, name: &str) -> String {
+        if self.is_gguf { stored_name(name) } else { name.to_owned() }
+    }
+
+    /// The path of a file that holds tensors.
+    fn file(&self, name: &str) -> PathBuf {
+        if self.is_gguf { self.path.into() } else { self.path.join(name) }
+    }
+
     fn has(&self, name: &str) -> bool {
-        self.by_name.contains_key(name)
+        self.by_name.contains_key(&self.stored_name(name))
     }
 
     /// The weight of an expected tensor, or `None` and a note that it is missing.
@@ -358,37 +445,40 @@ impl Taker<'_> {
     }
 
     fn take_piece(&mut self, expected: &Expected) -> Result<Option<Piece>, CheckpointError> {
-        let Some(Found { file, tensor }) = self.by_name.remove(&expected.name) else {
+        let name = self.stored_name(&expected.name);
+        let Some(Found { file, format, shape, offset, bytes }) = self.by_name.remove(&name) else {
             self.missing += 1;
             if self.shown.len() < SHOWN {
-                self.shown.push(expected.name.clone());
+                self.shown.push(name);
             }
             return Ok(None);
         };
-        let path = self.folder.join(&*file);
-        if tensor.shape != expected.shape {
+        let path = self.file(&file);
+        // A GGUF file may leave out leading dimensions of 1.
+        let fits = match expected.shape.as_slice() {
+            [1, rest @ ..] if self.is_gguf && shape == rest => true,
+            all => shape == all,
+        };
+        if !fits {
             return Err(CheckpointError::Shape {
                 file: path,
-                tensor: tensor.name,
-                actual: tensor.shape,
+                tensor: name,
+                actual: shape,
                 expected: expected.shape.clone(),
                 meaning: expected.meaning,
             });
         }
-        let dtype = match tensor.dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::F16 => DType::F16,
-            Dtype::BF16 => DType::BF16,
-            dtype => {
+        match format {
+            Ok(format) => Ok(Some(Piece { file, offset, format, bytes })),
+            Err(dtype) => {
                 let hint = match dtype {
                     Dtype::F64 => "; save the checkpoint in one of these",
                     _ => "; quantized checkpoints are not read, use the float release",
                 };
-                let (tensor, dtype) = (tensor.name, dtype.to_string());
-                return Err(CheckpointError::DType { file: path, tensor, dtype, hint });
+                let dtype = dtype.to_string();
+                Err(CheckpointError::DType { file: path, tensor: name, dtype, hint })
             }
-        };
-        Ok(Some(Piece { file, offset: tensor.offset, dtype, bytes: tensor.bytes }))
+        }
     }
 
     fn layer(
@@ -429,11 +519,12 @@ impl Taker<'_> {
         fused: Expected,
     ) -> Result<Option<Weight>, CheckpointError> {
         let names = separate_names(layer);
-        let Some(separate) = names.iter().find(|name| self.has(name)).cloned() else {
+        let separate = names.iter().find(|name| !self.is_gguf && self.has(name)).cloned();
+        let Some(separate) = separate else {
             return self.take(fused);
         };
         if self.has(&fused.name) {
-            let folder = self.folder.into();
+            let folder = self.path.into();
             return Err(CheckpointError::FusedAndSeparate { folder, layer, separate });
         }
         let query = (config.query_size(), "[num_attention_heads * head_dim, hidden_size]");
@@ -448,16 +539,15 @@ impl Taker<'_> {
     }
 
     fn check_gate_rows(&self, layer: usize, expected: &Expected) -> Result<(), CheckpointError> {
-        let (Some(found), Some(&heads)) =
-            (self.by_name.get(&expected.name), expected.shape.first())
-        else {
+        let name = self.stored_name(&expected.name);
+        let (Some(found), Some(&heads)) = (self.by_name.get(&name), expected.shape.first()) else {
             return Ok(());
         };
-        match *found.tensor.shape.as_slice() {
+        match *found.shape.as_slice() {
             [rows, _] if rows != heads => Err(CheckpointError::GateRows {
-                file: self.folder.join(&*found.file),
+                file: self.file(&found.file),
                 layer,
-                tensor: expected.name.clone(),
+                tensor: name,
                 rows,
                 heads,
             }),
@@ -474,7 +564,7 @@ impl Taker<'_> {
             return Ok(());
         };
         Err(CheckpointError::Unexpected {
-            folder: self.folder.into(),
+            folder: self.path.into(),
             count: self.by_name.len(),
             shown: self.left(),
             reason: meaning_of_unexpected(first, layers),
@@ -488,7 +578,7 @@ impl Taker<'_> {
             left => format!("; unexpected ({}): {left}", self.by_name.len()),
         };
         CheckpointError::Missing {
-            folder: self.folder.into(),
+            folder: self.path.into(),
             count: self.missing,
             shown: format!("{}{more}", self.shown.join(", ")),
             unexpected,
@@ -509,12 +599,13 @@ impl Taker<'_> {
 fn meaning_of_unexpected(name: &str, layers: usize) -> String {
     let layer = name
         .strip_prefix("model.layers.")
+        .or_else(|| name.strip_prefix("blk."))
         .and_then(|rest| rest.split('.').next())
         .and_then(|number| number.parse::<usize>().ok());
     match layer {
         Some(layer) if layer >= layers => format!(
-            "layer {layer} is beyond num_hidden_layers {layers}; accepted: config.json and \
-             weights of the same model"
+            "layer {layer} is beyond num_hidden_layers {layers}; accepted: config and weights of \
+             the same model"
         ),
         _ if name.contains("scale") || name.contains("qweight") || name.contains("zero") => {
             "it means a quantized checkpoint; accepted: the float release".into()
@@ -531,8 +622,8 @@ fn meaning_of_unexpected(name: &str, layers: usize) -> String {
 
 /// Whether two weights of one shape hold the same values, by bits.
 fn equal(a: &Weight, b: &Weight) -> Result<bool, CheckpointError> {
-    if a.dtype() == b.dtype()
-        && let (Some(a), Some(b)) = (a.bytes(), b.bytes())
+    if a.format() == b.format()
+        && let (Some(a), Some(b)) = (a.bytes().or(a.blocks()), b.bytes().or(b.blocks()))
     {
         return Ok(**a == **b);
     }

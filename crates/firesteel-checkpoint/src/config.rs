@@ -14,9 +14,9 @@ const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 /// Longest config file, in bytes.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// Largest count that a config may give.
-const MAX_SIZE: u64 = 1 << 31;
+pub(crate) const MAX_SIZE: u64 = 1 << 31;
 /// Most layers; bounds the work that a config alone can cause.
-const MAX_LAYERS: u64 = 512;
+pub(crate) const MAX_LAYERS: u64 = 512;
 /// Context of a config without `max_position_embeddings`, as in the reference config class.
 const DEFAULT_MAX_POSITIONS: usize = 8192;
 
@@ -79,7 +79,7 @@ const IGNORED: &[&str] = &[
 /// Parts of a key's name that tell of other maths. An unknown key with one of them is refused
 /// unless its value is null, false or the neutral number beside it; any other unknown key is
 /// ignored with a warning.
-const MATHS: &[(&str, f64)] = &[
+pub(crate) const MATHS: &[(&str, f64)] = &[
     ("act", 0.0),
     ("alibi", 0.0),
     ("attn", 0.0),
@@ -393,6 +393,7 @@ impl Reader {
             value => {
                 return Err(CheckpointError::ModelType {
                     file: self.file.clone(),
+                    key: "model_type",
                     value: show(value),
                     known: "\"spark2_5\"",
                     version: env!("CARGO_PKG_VERSION"),
@@ -413,7 +414,7 @@ impl Reader {
                 format!("a multiple of num_key_value_heads, which is {num_key_value_heads}"),
             ));
         }
-        self.check_products(&[
+        if let Some((key, other)) = unaddressable(&[
             ("vocab_size", vocab_size, "hidden_size", hidden_size),
             ("intermediate_size", intermediate_size, "hidden_size", hidden_size),
             ("num_attention_heads", num_attention_heads.saturating_mul(3), "head_dim", head_dim),
@@ -423,7 +424,10 @@ impl Reader {
                 "hidden_size",
                 hidden_size,
             ),
-        ])?;
+        ]) {
+            let accepted = format!("a number whose product with {other} can be addressed");
+            return Err(self.error(key, accepted));
+        }
 
         let layer_types = self.layer_types()?;
         let has = |kind| layer_types.contains(&kind);
@@ -671,23 +675,6 @@ impl Reader {
         Ok(Some(Rope { theta, dims: rounded as usize }))
     }
 
-    /// Refuses pairs of counts whose product, as bytes of f32, cannot be addressed.
-    fn check_products(
-        &self,
-        products: &[(&str, usize, &str, usize)],
-    ) -> Result<(), CheckpointError> {
-        for &(key, count, other_key, other) in products {
-            let bytes = count.checked_mul(other).and_then(|product| product.checked_mul(4));
-            if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-                return Err(self.error(
-                    key,
-                    format!("a number whose product with {other_key} can be addressed"),
-                ));
-            }
-        }
-        Ok(())
-    }
-
     fn dtype(&mut self) -> Result<Option<DType>, CheckpointError> {
         let mut found = Vec::new();
         for key in ["dtype", "torch_dtype"] {
@@ -781,6 +768,17 @@ impl Reader {
         let key = shorten(key).into_owned();
         CheckpointError::Config { file: self.file.clone(), key, value: show(value), accepted }
     }
+}
+
+/// The keys of the first two counts whose product, as bytes of f32, cannot be addressed.
+pub(crate) fn unaddressable<'a>(
+    products: &[(&'a str, usize, &'a str, usize)],
+) -> Option<(&'a str, &'a str)> {
+    let found = products.iter().find(|(_, count, _, other)| {
+        let bytes = count.checked_mul(*other).and_then(|product| product.checked_mul(4));
+        bytes.is_none_or(|bytes| bytes > isize::MAX as usize)
+    });
+    found.map(|&(key, _, other, _)| (key, other))
 }
 
 /// Whether a value of an unknown key says that its feature is off.

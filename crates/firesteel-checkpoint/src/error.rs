@@ -1,3 +1,4 @@
+use crate::WeightFormat;
 use firesteel_tensor::TensorError;
 use std::path::PathBuf;
 
@@ -26,12 +27,14 @@ pub enum CheckpointError {
     },
     /// The architecture is not one that this version reads.
     #[error(
-        "{file}: model_type is {value}, which firesteel {version} does not know; it knows {known}; \
+        "{file}: {key} is {value}, which firesteel {version} does not know; it knows {known}; \
          if this is a newer architecture, update firesteel"
     )]
     ModelType {
         /// The file.
         file: PathBuf,
+        /// The key.
+        key: &'static str,
         /// The value found, as JSON.
         value: String,
         /// The architectures of this version.
@@ -39,7 +42,7 @@ pub enum CheckpointError {
         /// This version.
         version: &'static str,
     },
-    /// A key of a JSON file has a value that cannot be used.
+    /// A key of a JSON or GGUF file has a value that cannot be used.
     #[error("{file}: {key} is {value}; accepted: {accepted}")]
     Config {
         /// The file.
@@ -57,6 +60,14 @@ pub enum CheckpointError {
         /// The file.
         file: PathBuf,
         /// The rule that is broken, with the tensor where there is one.
+        reason: String,
+    },
+    /// A file breaks the GGUF format.
+    #[error("{file}: not a valid GGUF file: {reason}")]
+    Gguf {
+        /// The file.
+        file: PathBuf,
+        /// The rule that is broken, with the key or tensor where there is one.
         reason: String,
     },
     /// An entry of the index cannot be followed.
@@ -179,6 +190,16 @@ pub enum CheckpointError {
         tensor: String,
         /// The reason.
         source: TensorError,
+    },
+    /// A weight cannot be written in a format.
+    #[error("{tensor}: cannot be written as {format}: {reason}")]
+    Quantize {
+        /// The weight.
+        tensor: String,
+        /// The format.
+        format: WeightFormat,
+        /// What is wrong and the way out.
+        reason: String,
     },
     /// A number of layers that the model cannot be cut to.
     #[error("cannot cut the model to {requested} layers; accepted: 1 to {available}")]

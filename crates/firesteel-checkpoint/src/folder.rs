@@ -5,7 +5,9 @@
 
 use crate::json::{MAX_INDEX_BYTES, members, read_bounded, shorten};
 use crate::safetensors::{self, MAX_TENSORS, StoredTensor};
-use crate::{CheckpointError, CheckpointFile, MappedFile};
+use crate::{CheckpointError, CheckpointFile, MappedFile, WeightFormat};
+use ::safetensors::Dtype;
+use firesteel_tensor::{DType, SharedBytes};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -18,8 +20,27 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// A tensor with the file that holds it.
 #[derive(Debug)]
 pub(crate) struct Found {
+    /// Name of the file in the folder.
     pub(crate) file: Arc<str>,
-    pub(crate) tensor: StoredTensor,
+    /// How it is stored, or the type that is not read as the file spells it.
+    pub(crate) format: Result<WeightFormat, Dtype>,
+    pub(crate) shape: Vec<usize>,
+    /// Offset of the first byte in the file.
+    pub(crate) offset: usize,
+    pub(crate) bytes: SharedBytes,
+}
+
+impl Found {
+    fn new(file: &Arc<str>, tensor: StoredTensor) -> Self {
+        let StoredTensor { dtype, shape, offset, bytes, .. } = tensor;
+        let format = match dtype {
+            Dtype::F32 => Ok(WeightFormat::Float(DType::F32)),
+            Dtype::F16 => Ok(WeightFormat::Float(DType::F16)),
+            Dtype::BF16 => Ok(WeightFormat::Float(DType::BF16)),
+            other => Err(other),
+        };
+        Self { file: Arc::clone(file), format, shape, offset, bytes }
+    }
 }
 
 /// All tensors of a folder by name, and the mapped files.
@@ -48,7 +69,7 @@ pub(crate) fn read_tensors(folder: &Path) -> Result<Tensors, CheckpointError> {
         let path = resolve(folder, SINGLE).map_err(|e| e.into_error(folder, SINGLE))?;
         let file: Arc<str> = SINGLE.into();
         for tensor in tensors.map_file(&file, &path, &folder.join(SINGLE))? {
-            tensors.by_name.insert(tensor.name.clone(), Found { file: Arc::clone(&file), tensor });
+            tensors.by_name.insert(tensor.name.clone(), Found::new(&file, tensor));
         }
     } else if has_index {
         tensors.read_shards(folder)?;
@@ -131,7 +152,7 @@ impl Tensors {
                         return Err(refuse(&tensor.name, shard, reason.into()));
                     }
                 }
-                self.by_name.insert(tensor.name.clone(), Found { file: Arc::clone(&file), tensor });
+                self.by_name.insert(tensor.name.clone(), Found::new(&file, tensor));
             }
             if found != expected {
                 let lacking = weight_map.iter().find(|(tensor, owner)| {

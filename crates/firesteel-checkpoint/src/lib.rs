@@ -1,32 +1,40 @@
-//! Hugging Face checkpoint folders as validated, memory-mapped models.
+//! Hugging Face checkpoint folders and GGUF files as validated, memory-mapped models.
 //!
-//! [`Checkpoint::open`] reads config.json and one or several safetensors files, checks everything
-//! against the architecture, and hands out [`Weight`]s that stay in the mapped files until
-//! they are read. [`Checkpoint::random`] makes the same from a [`ModelConfig`] and a seed, and
+//! [`Checkpoint::open`] reads config.json and one or several safetensors files, or a GGUF file,
+//! checks everything against the architecture, and hands out [`Weight`]s that stay in the mapped
+//! files until they are read. [`Checkpoint::random`] makes the same from a [`ModelConfig`] and a seed, and
 //! [`write_checkpoint`] and [`write_synthetic`] write such a folder.
 //!
 //! Every file is treated as hostile: nothing is allocated by a number that a file contains, names
 //! of files are never followed out of the folder, and what is not understood is refused by name.
 
+mod blocks;
 mod checkpoint;
 mod config;
 mod error;
 mod folder;
+mod gguf;
 mod json;
 mod map;
 mod preset;
+mod quantize;
 mod random;
 mod safetensors;
 mod staged;
 mod weight;
 mod write;
 
+pub use blocks::WeightFormat;
 pub use checkpoint::{Checkpoint, CheckpointFile, Head, LayerWeights};
 pub use config::{LayerKind, ModelConfig, Rope};
 pub use error::CheckpointError;
+pub use gguf::{
+    Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer, GgufValue, Importance,
+    QuantizedTensor, write_gguf,
+};
 pub use map::MappedFile;
 pub use preset::{preset, presets};
 pub use random::RandomWeights;
-pub use staged::{Replace, StagedFolder};
+pub use staged::{Replace, StagedFolder, remove_staged};
 pub use weight::Weight;
 pub use write::{Progress, SyntheticOptions, WriteOptions, write_checkpoint, write_synthetic};

@@ -4,6 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// An output folder that appears complete or not at all.
 ///
@@ -20,13 +21,94 @@ pub struct StagedFolder {
 }
 
 /// Whether an existing target may be replaced.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Replace {
+#[derive(Clone, Copy)]
+pub enum Replace<'a> {
     /// An existing target is an error.
     Never,
-    /// A target that is empty or holds this file is replaced; any other is an error, so that a
-    /// mistyped path costs nobody a folder of something else.
-    IfItHolds(&'static str),
+    /// A folder that is empty, or that this accepts, is replaced; any other is an error, so that
+    /// a mistyped path costs nobody a folder of something else. It says why it refuses.
+    If(&'a dyn Fn(&Path) -> Result<(), String>),
+}
+
+/// Folders that are being written.
+static STAGED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Removes every folder that is being written, for a program that is about to end early.
+pub fn remove_staged() {
+    let mut staged = STAGED.lock().unwrap_or_else(PoisonError::into_inner);
+    for path in staged.drain(..) {
+        // Nothing can be done about an error here; the next process tries again.
+        let _ = fs::remove_dir_all(path);
+    }
+}
+
+/// An output file that appears complete or not at all, in the way of [`StagedFolder`].
+#[derive(Debug)]
+pub(crate) struct StagedFile {
+    path: PathBuf,
+    target: PathBuf,
+    replace: bool,
+    /// Open for writing, and locked.
+    file: fs::File,
+}
+
+impl StagedFile {
+    /// A new file beside `target`, whose parents are created. An existing target is an error
+    /// unless `replace` says whether this one may be replaced.
+    pub(crate) fn create(
+        target: &Path,
+        replace: Option<fn(&Path) -> io::Result<bool>>,
+    ) -> io::Result<Self> {
+        let (target, parent, prefix) = hidden_prefix(target)?;
+        if fs::symlink_metadata(&target).is_ok() {
+            let shown = target.display();
+            let message = match replace {
+                None => format!("{shown} exists already; choose another name"),
+                Some(ours) if ours(&target)? => String::new(),
+                Some(_) => format!("{shown} exists and is another kind of file; not replaced"),
+            };
+            if !message.is_empty() {
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
+            }
+        }
+        fs::create_dir_all(&parent)?;
+        remove_abandoned(&parent, &prefix)?;
+        for attempt in 0..1000u32 {
+            let path = parent.join(attempt_name(&prefix, attempt));
+            let file = match fs::File::create_new(&path) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                created => created?,
+            };
+            // Between creation and lock another process may have taken it for abandoned.
+            if file.file().try_lock().is_ok() && is_named(&file, &path)? {
+                return Ok(Self { path, target, replace: replace.is_some(), file });
+            }
+        }
+        Err(io::Error::other(format!("cannot create a file beside {}", target.display())))
+    }
+
+    /// Where to write.
+    pub(crate) fn file(&self) -> &fs::File {
+        &self.file
+    }
+
+    /// Writes everything to disk and renames the file to its target.
+    pub(crate) fn commit(self) -> io::Result<()> {
+        self.file.sync_all()?;
+        if self.replace {
+            fs::rename(&self.path, &self.target)?;
+        } else {
+            rename_new(&self.path, &self.target)?;
+        }
+        sync_parent(&self.target)
+    }
+}
+
+impl Drop for StagedFile {
+    fn drop(&mut self) {
+        // After a commit there is none. About an error nothing is left to do.
+        let _ = fs::remove_file(&self.path);
+    }
 }
 
 impl StagedFolder {
@@ -34,28 +116,21 @@ impl StagedFolder {
     ///
     /// # Errors
     /// When the target exists and may not be replaced, or the folder cannot be made.
-    pub fn create(target: &Path, replace: Replace) -> io::Result<Self> {
-        let target = std::path::absolute(target)?;
-        let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
-            return Err(invalid(format!("{} is no name for a new folder", target.display())));
-        };
+    pub fn create(target: &Path, replace: Replace<'_>) -> io::Result<Self> {
+        let (target, parent, prefix) = hidden_prefix(target)?;
         may_replace(&target, replace)?;
-        fs::create_dir_all(parent)?;
-        let mut prefix = OsString::from(".");
-        prefix.push(name);
-        prefix.push(".partial-");
-        remove_abandoned(parent, &prefix)?;
+        fs::create_dir_all(&parent)?;
+        remove_abandoned(&parent, &prefix)?;
         for attempt in 0..1000u32 {
-            let mut name = prefix.clone();
-            name.push(format!("{}-{attempt}", std::process::id()));
-            let path = parent.join(name);
+            let path = parent.join(attempt_name(&prefix, attempt));
             match fs::create_dir(&path) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 created => created?,
             }
             // Between creation and lock another process may have taken it for abandoned.
-            if let Some(lock) = lock_folder(&path)? {
-                let replace = replace != Replace::Never;
+            if let Some(lock) = lock(&path)? {
+                let replace = matches!(replace, Replace::If(_));
+                STAGED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
                 return Ok(Self { path, target, replace, _lock: lock });
             }
         }
@@ -74,33 +149,60 @@ impl StagedFolder {
     /// then what it was.
     pub fn commit(self) -> io::Result<PathBuf> {
         sync_tree(&self.path)?;
-        let rename = |flags| renameat_with(CWD, &self.path, CWD, &self.target, flags);
         let exists = fs::symlink_metadata(&self.target).is_ok();
         if exists && self.replace {
             // The old folder takes the hidden name, under which `drop` removes it.
-            rename(RenameFlags::EXCHANGE)?;
+            renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::EXCHANGE)?;
         } else {
-            match rename(RenameFlags::NOREPLACE) {
-                Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
-                    fs::rename(&self.path, &self.target)?;
-                }
-                renamed => renamed.map_err(|error| {
-                    let error = io::Error::from(error);
-                    io::Error::new(error.kind(), format!("{}: {error}", self.target.display()))
-                })?,
-            }
+            rename_new(&self.path, &self.target)?;
         }
-        if let Some(parent) = self.target.parent() {
-            fs::File::open(parent)?.sync_all()?;
-        }
+        sync_parent(&self.target)?;
         Ok(self.target.clone())
     }
 }
 
 impl Drop for StagedFolder {
     fn drop(&mut self) {
+        STAGED.lock().unwrap_or_else(PoisonError::into_inner).retain(|path| *path != self.path);
         // Nothing is left to do about an error here; the next process tries again.
         let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// The absolute target, its folder, and what hidden names beside it begin with.
+fn hidden_prefix(target: &Path) -> io::Result<(PathBuf, PathBuf, OsString)> {
+    let target = std::path::absolute(target)?;
+    let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
+        return Err(invalid(format!("{} is no name for something new", target.display())));
+    };
+    let mut prefix = OsString::from(".");
+    prefix.push(name);
+    prefix.push(".partial-");
+    let parent = parent.to_owned();
+    Ok((target, parent, prefix))
+}
+
+fn attempt_name(prefix: &OsStr, attempt: u32) -> OsString {
+    let mut name = prefix.to_owned();
+    name.push(format!("{}-{attempt}", std::process::id()));
+    name
+}
+
+/// Renames to a name that nothing has, where the file system can promise it.
+fn rename_new(path: &Path, target: &Path) -> io::Result<()> {
+    match renameat_with(CWD, path, CWD, target, RenameFlags::NOREPLACE) {
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => fs::rename(path, target),
+        renamed => renamed.map_err(|error| {
+            let error = io::Error::from(error);
+            io::Error::new(error.kind(), format!("{}: {error}", target.display()))
+        }),
+    }
+}
+
+fn sync_parent(target: &Path) -> io::Result<()> {
+    match target.parent() {
+        Some(parent) => fs::File::open(parent)?.sync_all(),
+        None => Ok(()),
     }
 }
 
@@ -108,7 +210,7 @@ fn invalid(message: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, message)
 }
 
-fn may_replace(target: &Path, replace: Replace) -> io::Result<()> {
+fn may_replace(target: &Path, replace: Replace<'_>) -> io::Result<()> {
     let metadata = match fs::symlink_metadata(target) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         metadata => metadata?,
@@ -117,42 +219,50 @@ fn may_replace(target: &Path, replace: Replace) -> io::Result<()> {
     let exists = |message| Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
     match replace {
         Replace::Never => exists(format!("{shown} exists already; choose another name")),
-        Replace::IfItHolds(_) if !metadata.is_dir() => {
+        Replace::If(_) if !metadata.is_dir() => {
             exists(format!("{shown} exists and is no folder; it is not replaced"))
         }
-        Replace::IfItHolds(file) => {
-            let ours = target.join(file).is_file() || fs::read_dir(target)?.next().is_none();
-            if ours {
+        Replace::If(accept) => {
+            if fs::read_dir(target)?.next().is_none() {
                 return Ok(());
             }
-            exists(format!("{shown} exists and holds no {file}; it is not replaced"))
+            accept(target).or_else(|reason| {
+                exists(format!("{shown} exists and {reason}; it is not replaced"))
+            })
         }
     }
 }
 
-/// Locks a folder that still bears its name; `None` when another process holds or removed it.
-fn lock_folder(path: &Path) -> io::Result<Option<fs::File>> {
-    let missing = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
-    let folder = match fs::File::open(path) {
-        Err(error) if missing(&error) => return Ok(None),
-        folder => folder?,
+/// Locks what still bears its name; `None` when another process holds or removed it.
+fn lock(path: &Path) -> io::Result<Option<fs::File>> {
+    let file = match fs::File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file?,
     };
-    if folder.file().try_lock().is_err() {
-        return Ok(None);
-    }
+    let locked = file.file().try_lock().is_ok() && is_named(&file, path)?;
+    Ok(locked.then_some(file))
+}
+
+/// Whether `path` is still the name of `file`.
+fn is_named(file: &fs::File, path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
-        Err(error) if missing(&error) => Ok(None),
-        named => Ok((named?.ino() == folder.metadata()?.ino()).then_some(folder)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        named => Ok(named?.ino() == file.metadata()?.ino()),
     }
 }
 
 fn remove_abandoned(parent: &Path, prefix: &OsStr) -> io::Result<()> {
     for entry in fs::read_dir(parent)? {
         let entry = entry?;
-        let name = entry.file_name();
-        let ours = name.as_encoded_bytes().starts_with(prefix.as_encoded_bytes());
-        if ours && entry.file_type()?.is_dir() && lock_folder(&entry.path())?.is_some() {
-            fs::remove_dir_all(entry.path())?;
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        let ours = entry.file_name().as_encoded_bytes().starts_with(prefix.as_encoded_bytes())
+            && (kind.is_dir() || kind.is_file());
+        // The lock is held while it is removed, so that nobody takes it meanwhile.
+        let Some(_lock) = (if ours { lock(&path)? } else { None }) else { continue };
+        if kind.is_dir() {
+            fs::remove_dir_all(path)?;
+        } else {
+            fs::remove_file(path)?;
         }
     }
     Ok(())
@@ -196,14 +306,41 @@ mod tests {
     }
 
     #[test]
+    fn files_appear_whole_and_replace_only_their_kind() {
+        let parent = tempfile::tempdir().unwrap();
+        let target = parent.path().join("a/b");
+        fs::create_dir(parent.path().join("a")).unwrap();
+        fs::write(parent.path().join("a/.b.partial-1-0"), "left behind").unwrap();
+        let write = |text: &str, replace| {
+            let staged = StagedFile::create(&target, replace)?;
+            fs::write(&staged.path, text)?;
+            staged.commit()
+        };
+        drop(StagedFile::create(&target, None).unwrap());
+        assert_eq!(names(&parent.path().join("a")), [] as [&str; 0]);
+        write("1", None).unwrap();
+        assert!(write("2", None).unwrap_err().to_string().ends_with("choose another name"));
+        write("3", Some(|_| Ok(true))).unwrap();
+        let error = write("4", Some(|_| Ok(false))).unwrap_err().to_string();
+        assert!(error.ends_with("b exists and is another kind of file; not replaced"));
+        assert_eq!(fs::read_to_string(&target).unwrap(), "3");
+        assert_eq!(names(&parent.path().join("a")), ["b"]);
+    }
+
+    #[test]
     fn replaces_only_what_is_ours() {
         let parent = tempfile::tempdir().unwrap();
         let target = parent.path().join("out");
         fs::create_dir(&target).unwrap();
         fs::write(target.join("precious"), "x").unwrap();
-        let force = Replace::IfItHolds("manifest.json");
+        let accept = |folder: &Path| match names(folder).as_slice() {
+            [only] if only == "manifest.json" => Ok(()),
+            _ => Err("holds something else".to_owned()),
+        };
+        let force = Replace::If(&accept);
         let error = StagedFolder::create(&target, force).unwrap_err().to_string();
-        assert!(error.ends_with("out exists and holds no manifest.json; it is not replaced"));
+        assert!(error.ends_with("out exists and holds something else; it is not replaced"));
+        fs::remove_file(target.join("precious")).unwrap();
         fs::write(target.join("manifest.json"), "old").unwrap();
         assert!(StagedFolder::create(&target, Replace::Never).is_err());
         let staged = StagedFolder::create(&target, force).unwrap();

@@ -1,6 +1,7 @@
-use crate::CheckpointError;
+use crate::blocks::dequantize;
 use crate::random::Generator;
-use firesteel_tensor::{ConvertReport, DType, SharedBytes, element_count};
+use crate::{CheckpointError, WeightFormat};
+use firesteel_tensor::{ConvertReport, DType, SharedBytes, TensorError, element_count};
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 pub struct Weight {
     name: Arc<str>,
     shape: Vec<usize>,
-    dtype: DType,
+    format: WeightFormat,
     source: Source,
 }
 
@@ -32,29 +33,39 @@ pub(crate) struct Piece {
     pub(crate) file: Arc<str>,
     /// Offset of the first byte in the file.
     pub(crate) offset: usize,
-    pub(crate) dtype: DType,
+    pub(crate) format: WeightFormat,
     pub(crate) bytes: SharedBytes,
 }
 
 impl Piece {
     fn element_count(&self) -> usize {
-        self.bytes.len() / self.dtype.size()
+        self.bytes.len() / self.format.block_bytes() * self.format.block_elements()
+    }
+
+    /// The bytes of a range of elements that begins and ends with a block.
+    fn byte_range(&self, elements: Range<usize>) -> Range<usize> {
+        let (count, size) = (self.format.block_elements(), self.format.block_bytes());
+        elements.start / count * size..elements.end / count * size
     }
 }
+
+/// Elements of a quantized weight that are converted at once.
+const CONVERT_BLOCK: usize = 1024;
 
 impl Weight {
     /// A weight of `shape` over `pieces`, each of which has whole rows; together they have
     /// exactly the elements of `shape`.
     pub(crate) fn mapped(name: String, shape: Vec<usize>, pieces: Vec<Piece>) -> Self {
-        let mut dtypes = pieces.iter().map(|piece| piece.dtype);
-        let first = dtypes.next().unwrap_or(DType::F32);
-        let dtype = if dtypes.all(|dtype| dtype == first) { first } else { DType::F32 };
-        Self { name: name.into(), shape, dtype, source: Source::Mapped(pieces) }
+        let mut formats = pieces.iter().map(|piece| piece.format);
+        let all_values = WeightFormat::Float(DType::F32);
+        let first = formats.next().unwrap_or(all_values);
+        let format = if formats.all(|format| format == first) { first } else { all_values };
+        Self { name: name.into(), shape, format, source: Source::Mapped(pieces) }
     }
 
     pub(crate) fn random(name: String, shape: Vec<usize>, dtype: DType, make: Generator) -> Self {
         let source = Source::Random { generator: Arc::new(make), start: 0 };
-        Self { name: name.into(), shape, dtype, source }
+        Self { name: name.into(), shape, format: WeightFormat::Float(dtype), source }
     }
 
     /// Name in the checkpoint; that of the fused tensor where the checkpoint stores its parts.
@@ -67,10 +78,19 @@ impl Weight {
         &self.shape
     }
 
-    /// Stored element type: f32, f16 or bf16. Parts that are stored in different types are one
-    /// f32 weight, which holds all of their values.
+    /// How the elements are stored. Parts that are stored in different ways are one f32 weight,
+    /// which holds all of their values.
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
+    /// Type of the elements: f32, f16 or bf16 as stored. A quantized weight has f32 elements, the
+    /// values of its blocks.
     pub fn dtype(&self) -> DType {
-        self.dtype
+        match self.format {
+            WeightFormat::Float(dtype) => dtype,
+            _ => DType::F32,
+        }
     }
 
     /// Number of elements.
@@ -78,18 +98,38 @@ impl Weight {
         element_count(&self.shape).unwrap_or(usize::MAX)
     }
 
-    /// The stored bytes, of type [`Weight::dtype`], where they lie in one place of one file.
+    /// The stored bytes, of type [`Weight::dtype`], where they lie in one place of one file;
+    /// `None` for a quantized weight.
     pub fn bytes(&self) -> Option<&SharedBytes> {
+        self.stored().filter(|_| !self.format.is_quantized())
+    }
+
+    /// The blocks of a quantized weight, of format [`Weight::format`], row by row, where they lie
+    /// in one place of one file; `None` for a weight of numbers.
+    pub fn blocks(&self) -> Option<&SharedBytes> {
+        self.stored().filter(|_| self.format.is_quantized())
+    }
+
+    /// Bytes that the elements take as they are stored.
+    pub fn stored_bytes(&self) -> usize {
+        match &self.source {
+            Source::Mapped(pieces) => pieces.iter().map(|piece| piece.bytes.len()).sum(),
+            Source::Random { .. } => self.dtype().byte_count(&self.shape).unwrap_or(usize::MAX),
+        }
+    }
+
+    fn stored(&self) -> Option<&SharedBytes> {
         match &self.source {
             Source::Mapped(pieces) => match pieces.as_slice() {
-                [piece] if piece.dtype == self.dtype => Some(&piece.bytes),
+                [piece] if piece.format == self.format => Some(&piece.bytes),
                 _ => None,
             },
             Source::Random { .. } => None,
         }
     }
 
-    /// Reads `out.len()` elements from `first_element` on as f32; the widening is exact.
+    /// Reads `out.len()` elements from `first_element` on as f32: exactly the stored numbers, or
+    /// the values of the blocks that hold the elements.
     ///
     /// # Errors
     /// When the elements are not inside the weight.
@@ -97,13 +137,18 @@ impl Weight {
         self.check_range(first_element, out.len())?;
         match &self.source {
             Source::Random { generator, start } => {
-                generator.read_f32(start.saturating_add(first_element), self.dtype, out)
+                generator.read_f32(start.saturating_add(first_element), self.dtype(), out)
             }
             Source::Mapped(pieces) => {
                 let range = first_element..first_element + out.len();
-                for_each_part(pieces, range, |dtype, bytes, part| {
+                for_each_part(pieces, range, |piece, elements, part| {
                     let out = out.get_mut(part).unwrap_or_default();
-                    firesteel_tensor::read_f32(dtype, bytes, out)
+                    let WeightFormat::Float(dtype) = piece.format else {
+                        dequantize(piece.format, &piece.bytes, elements.start, out);
+                        return Ok(());
+                    };
+                    let bytes = piece.bytes.get(piece.byte_range(elements));
+                    firesteel_tensor::read_f32(dtype, bytes.unwrap_or_default(), out)
                 })
             }
         }
@@ -129,13 +174,18 @@ impl Weight {
         match &self.source {
             Source::Random { generator, start } => {
                 let start = start.saturating_add(first_element);
-                generator.convert(start, self.dtype, to, out).map(|part| report.merge(part))
+                generator.convert(start, self.dtype(), to, out).map(|part| report.merge(part))
             }
             Source::Mapped(pieces) => {
                 let range = first_element..first_element + count;
-                for_each_part(pieces, range, |from, bytes, part| {
+                for_each_part(pieces, range, |piece, elements, part| {
                     let end = (part.end * size).min(out.len());
                     let out = out.get_mut(part.start * size..end).unwrap_or_default();
+                    let WeightFormat::Float(from) = piece.format else {
+                        report.merge(convert_blocks(piece, elements, to, out)?);
+                        return Ok(());
+                    };
+                    let bytes = piece.bytes.get(piece.byte_range(elements)).unwrap_or_default();
                     report.merge(firesteel_tensor::convert(from, bytes, to, out)?);
                     Ok(())
                 })
@@ -168,9 +218,9 @@ impl Weight {
                     let to = last.clamp(before, before + count) - before;
                     before += count;
                     if from < to {
-                        let size = piece.dtype.size();
-                        let bytes = piece.bytes.slice(from * size..to * size)?;
-                        let offset = piece.offset + from * size;
+                        let range = piece.byte_range(from..to);
+                        let offset = piece.offset + range.start;
+                        let bytes = piece.bytes.slice(range)?;
                         taken.push(Piece { bytes, offset, ..piece.clone() });
                     }
                 }
@@ -179,7 +229,7 @@ impl Weight {
         };
         let mut shape = self.shape.clone();
         *shape.first_mut()? = range.len();
-        Some(Self { name: Arc::clone(&self.name), shape, dtype: self.dtype, source })
+        Some(Self { name: Arc::clone(&self.name), shape, format: self.format, source })
     }
 
     /// Identity of the contents: two weights of one checkpoint with equal keys hold equal values
@@ -187,15 +237,15 @@ impl Weight {
     pub fn key(&self) -> String {
         match &self.source {
             Source::Random { generator, start } => {
-                format!("{}:{}:{start}+{}", generator.key(), self.dtype, self.element_count())
+                format!("{}:{}:{start}+{}", generator.key(), self.format, self.element_count())
             }
             Source::Mapped(pieces) => {
                 let mut key = String::new();
-                for Piece { file, offset, dtype, bytes } in pieces {
+                for Piece { file, offset, format, bytes } in pieces {
                     let separator = if key.is_empty() { "" } else { "|" };
                     let length = bytes.len();
                     // Writing to a string cannot fail.
-                    let _ = write!(key, "{separator}{file}:{dtype}:{offset}+{length}");
+                    let _ = write!(key, "{separator}{file}:{format}:{offset}+{length}");
                 }
                 key
             }
@@ -215,17 +265,37 @@ impl Weight {
         }
     }
 
-    fn convert_error(&self, source: firesteel_tensor::TensorError) -> CheckpointError {
+    fn convert_error(&self, source: TensorError) -> CheckpointError {
         CheckpointError::Convert { tensor: self.name.to_string(), source }
     }
 }
 
-/// Calls `use_part` with the type and bytes of each stretch of the elements `range` that lies in
-/// one piece, and where in `range` it lies.
+/// Converts elements of a piece of blocks by way of f32.
+fn convert_blocks(
+    piece: &Piece,
+    elements: Range<usize>,
+    to: DType,
+    out: &mut [u8],
+) -> Result<ConvertReport, TensorError> {
+    let mut report = ConvertReport::default();
+    let mut values = [0f32; CONVERT_BLOCK];
+    let size = to.size();
+    for (first, out) in
+        elements.clone().step_by(CONVERT_BLOCK).zip(out.chunks_mut(CONVERT_BLOCK * size))
+    {
+        let values = &mut values[..CONVERT_BLOCK.min(elements.end - first)];
+        dequantize(piece.format, &piece.bytes, first, values);
+        report.merge(firesteel_tensor::convert(DType::F32, bytemuck::cast_slice(values), to, out)?);
+    }
+    Ok(report)
+}
+
+/// Calls `use_part` with each piece that holds some of the elements `range`, which of its own
+/// elements they are, and where in `range` they lie.
 fn for_each_part<E>(
     pieces: &[Piece],
     range: Range<usize>,
-    mut use_part: impl FnMut(DType, &[u8], Range<usize>) -> Result<(), E>,
+    mut use_part: impl FnMut(&Piece, Range<usize>, Range<usize>) -> Result<(), E>,
 ) -> Result<(), E> {
     let mut before = 0;
     for piece in pieces {
@@ -233,10 +303,7 @@ fn for_each_part<E>(
         let from = range.start.clamp(before, before + count);
         let to = range.end.clamp(before, before + count);
         if from < to {
-            let size = piece.dtype.size();
-            let bytes = piece.bytes.get((from - before) * size..(to - before) * size);
-            let part = from - range.start..to - range.start;
-            use_part(piece.dtype, bytes.unwrap_or_default(), part)?;
+            use_part(piece, from - before..to - before, from - range.start..to - range.start)?;
         }
         before += count;
     }

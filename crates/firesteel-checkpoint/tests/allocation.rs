@@ -5,6 +5,7 @@
 
 mod common;
 
+use common::gguf::{GgufFile, Raw, array_value, string_value, strings_value, u32_value};
 use common::{Failures, Model};
 use firesteel_checkpoint::Checkpoint;
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -27,7 +28,8 @@ fn child_opens_the_folder_under_a_limit() {
     let limit = data_bytes() + (SIZE + (1 << 20)) as u64;
     let limit = Rlimit { current: Some(limit), maximum: Some(limit) };
     setrlimit(Resource::Data, limit).unwrap();
-    let error = Checkpoint::open(Path::new(&folder)).unwrap_err().to_string();
+    let opened = Checkpoint::open(Path::new(&folder));
+    let error = opened.and_then(|checkpoint| checkpoint.gguf_tokenizer()).unwrap_err().to_string();
     println!("error of {} bytes: {error}", error.len());
 }
 
@@ -35,6 +37,40 @@ fn file(header: &str) -> Vec<u8> {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend_from_slice(header.as_bytes());
     bytes
+}
+
+fn hostile_gguf_files() -> [(&'static str, Vec<u8>, &'static str); 7] {
+    let empty_strings = array_value(8, SIZE as u64 / 8, &vec![0; SIZE]);
+    let with = |key: &str, value: &Raw| {
+        let mut file = GgufFile::tiny();
+        file.set(key, value.clone());
+        file
+    };
+    let mut merges = with("tokenizer.ggml.merges", &empty_strings);
+    let tokens: Vec<String> = (0..320).map(|id| id.to_string()).collect();
+    let tokens: Vec<&str> = tokens.iter().map(String::as_str).collect();
+    merges.set("tokenizer.ggml.tokens", strings_value(&tokens));
+    merges.set("tokenizer.ggml.model", string_value("gpt2"));
+    let mut keys = GgufFile::empty();
+    keys.keys = (0..5000).map(|i| (format!("{i:01000}"), u32_value(0))).collect();
+    keys.key_count = Some(4096);
+    let mut tensors = GgufFile::empty();
+    (0..8192).for_each(|i| tensors.push(&format!("{i:0900}")).bytes.clear());
+    let mut crowd = GgufFile::empty();
+    (0..8193).for_each(|i| crowd.push(&format!("{i:0900}")).bytes.clear());
+    let mut nested = GgufFile::empty();
+    nested.set("x", array_value(9, SIZE as u64 / 16, &vec![9; SIZE]));
+    let mut long = with("x", &array_value(0, SIZE as u64, &vec![0; SIZE]));
+    long.set("spark2_5.vocab_size", string_value(&"v".repeat(1 << 20)));
+    [
+        ("tokens", with("tokenizer.ggml.tokens", &empty_strings).bytes(), "vocab_size is 320"),
+        ("merges", merges.bytes(), "merges is an array of 1048576 strings"),
+        ("keys", keys.bytes(), "general.architecture is missing"),
+        ("tensors", tensors.bytes(), "end outside the"),
+        ("crowd", crowd.bytes(), "said to have 8193 tensors"),
+        ("nested", nested.bytes(), "arrays of arrays are not read"),
+        ("long value", long.bytes(), "vocab_size is \"vvv"),
+    ]
 }
 
 #[test]
@@ -81,15 +117,20 @@ fn hostile_files_cost_no_more_memory_than_their_size() {
     let index = index
         .map(|(name, text, part)| (name, "model.safetensors.index.json", text.into_bytes(), part));
 
+    let gguf = hostile_gguf_files().map(|(name, bytes, part)| (name, "model.gguf", bytes, part));
+
     let mut failures = Failures::default();
-    for (name, file, bytes, part) in safetensors.into_iter().chain(index) {
+    for (name, file, bytes, part) in safetensors.into_iter().chain(index).chain(gguf) {
         let dir = tempfile::tempdir().unwrap();
         Model::tiny().write_config(dir.path());
         std::fs::write(dir.path().join(file), bytes).unwrap();
         let output = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child_opens_the_folder_under_a_limit", "--nocapture"])
             .args(["--test-threads", "1"])
-            .env(FOLDER, dir.path())
+            .env(
+                FOLDER,
+                if file.ends_with(".gguf") { dir.path().join(file) } else { dir.path().into() },
+            )
             .output()
             .unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();

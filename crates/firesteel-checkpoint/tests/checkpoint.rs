@@ -437,6 +437,6 @@ fn folders_that_are_none_say_so() {
         &["neither model.safetensors nor model.safetensors.index.json is here"],
     );
     let file = dir.path().join("config.json");
-    failures.expect_error("file", open(&file), &["config.json: not a folder"]);
+    failures.expect_error("file", open(&file), &["config.json: neither a folder nor a GGUF file"]);
     failures.finish();
 }

@@ -1,5 +1,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub(crate) mod gguf;
+
 use firesteel_checkpoint::{Checkpoint, Head, ModelConfig, RandomWeights, Weight};
 use firesteel_tensor::DType;
 use safetensors::Dtype;

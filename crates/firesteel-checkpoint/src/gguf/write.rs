@@ -1,0 +1,522 @@
+//! Writes a checkpoint as a GGUF file in the standard types.
+
+use super::config::{
+    ARCHITECTURE, BLOCK_COUNT, BOS, CONTEXT_LENGTH, EMBEDDING_LENGTH, EOS, FEED_FORWARD_LENGTH,
+    FILE_TYPE, HEAD_COUNT, HEAD_COUNT_KV, KEY_LENGTH, OTHER_ENDS, PADDING, RMS_EPSILON, ROPE_BASE,
+    ROPE_DIMS, SLIDING_WINDOW, SLIDING_WINDOW_PATTERN, VALUE_LENGTH, VOCAB_SIZE,
+};
+use super::tokenizer::{
+    ADD_BOS, CHAT_TEMPLATE, MERGES, MODEL, NO_TOKENIZER, PRE, TOKEN_TYPES, TOKENS,
+};
+use super::{DEFAULT_ALIGNMENT, FORMATS, Gguf, GgufTokenizer, MAGIC, Type, stored_name};
+use crate::blocks::dequantize;
+use crate::quantize::{WRITTEN, can_quantize, quantize};
+use crate::staged::StagedFile;
+use crate::{
+    Checkpoint, CheckpointError, Head, LayerKind, ModelConfig, Progress, Weight, WeightFormat,
+};
+use firesteel_tensor::DType;
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::fmt;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The importance of each column of a matrix by the name of the weight: the mean square of what
+/// the column is multiplied with, or anything proportional to it.
+pub type Importance<'a> = &'a (dyn Fn(&str) -> Option<Vec<f32>> + Sync);
+
+/// How [`write_gguf`] writes.
+#[derive(Clone, Copy)]
+pub struct GgufOptions<'a> {
+    /// Format of the matrices: f32, f16, bf16, q8_0, q4_0, q4_k or q6_k. Norms are f32. The
+    /// head-wise gate is as the matrices where they are numbers and f32 where they are blocks.
+    pub format: WeightFormat,
+    /// Format of the embedding and of a stored head; `None` for that of the matrices.
+    pub head: Option<WeightFormat>,
+    /// Importance of the columns for quantizing; where there is none, all are equal.
+    pub importance: Option<Importance<'a>>,
+    /// Name of the model in the metadata.
+    pub name: Option<&'a str>,
+    /// Whether an existing GGUF file is replaced. Any other existing file is an error.
+    pub replace: bool,
+}
+
+impl GgufOptions<'_> {
+    /// Matrices, embedding and head in `format`, no importance, no name, nothing replaced.
+    pub fn new(format: WeightFormat) -> Self {
+        Self { format, head: None, importance: None, name: None, replace: false }
+    }
+}
+
+impl fmt::Debug for GgufOptions<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GgufOptions")
+            .field("format", &self.format)
+            .field("head", &self.head)
+            .field("importance", &self.importance.is_some())
+            .field("name", &self.name)
+            .field("replace", &self.replace)
+            .finish()
+    }
+}
+
+/// What [`write_gguf`] wrote.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GgufReport {
+    /// The tensors in the order of the file.
+    pub tensors: Vec<QuantizedTensor>,
+    /// Bytes of the file.
+    pub bytes: u64,
+}
+
+/// A tensor that was written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QuantizedTensor {
+    /// Name of the weight.
+    pub name: String,
+    /// How it was written.
+    pub format: WeightFormat,
+    /// Its elements.
+    pub elements: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// √(Σ(x − x̂)² / Σx²), unweighted; 0 when nothing was lost.
+    pub relative_rms: f64,
+}
+
+/// Elements that a thread converts and writes at once, at most, unless a row is longer.
+const CHUNK: usize = 1 << 19;
+/// Version of the block formats, which files with blocks name.
+const QUANTIZATION_VERSION: u32 = 2;
+
+/// Writes `checkpoint` as a GGUF file that llama.cpp reads as well, with the tokenizer of
+/// [`GgufTokenizer::of_checkpoint`]. Of the end-of-sequence ids three have a place in the format,
+/// and any more are left out. Weights are converted in parallel and never held as a whole; equal
+/// inputs give equal bytes on any number of threads.
+///
+/// The file appears complete or not at all.
+///
+/// # Errors
+/// When `out_file` exists and may not be replaced, cannot be written, a weight cannot be read, or
+/// a weight cannot be written in its format: it has a value that is not finite or too large, or
+/// its rows are not whole blocks.
+pub fn write_gguf(
+    checkpoint: &Checkpoint,
+    options: GgufOptions<'_>,
+    out_file: &Path,
+    progress: Progress<'_>,
+) -> Result<GgufReport, CheckpointError> {
+    let tensors = planned(checkpoint, &options)?;
+    let header = header(checkpoint, &options, &tensors)?;
+    let ours: fn(&Path) -> std::io::Result<bool> = Gguf::is_gguf;
+    let staged = StagedFile::create(out_file, options.replace.then_some(ours))?;
+    let file = staged.file().file();
+
+    let mut jobs = Vec::new();
+    let mut end = header.len() as u64;
+    for (index, tensor) in tensors.iter().enumerate() {
+        let offset = end.next_multiple_of(DEFAULT_ALIGNMENT as u64);
+        let rows = (CHUNK / tensor.columns()).max(1) * tensor.columns();
+        let elements = tensor.weight.element_count();
+        for first in (0..elements).step_by(rows) {
+            jobs.push(Job { index, first, count: rows.min(elements - first), offset });
+        }
+        end = offset + tensor.bytes as u64;
+    }
+    let total = end.next_multiple_of(DEFAULT_ALIGNMENT as u64);
+    file.set_len(total)?;
+    file.write_all_at(&header, 0)?;
+
+    let weight_bytes = tensors.iter().map(|tensor| tensor.bytes as u64).sum();
+    let done = AtomicU64::new(0);
+    let errors: Vec<SquareError> = jobs
+        .par_iter()
+        .map_init(Buffers::default, |buffers, job| {
+            let error = job.run(&tensors[job.index], buffers, file)?;
+            let bytes = buffers.out.len() as u64;
+            progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, weight_bytes);
+            Ok(error)
+        })
+        .collect::<Result<_, CheckpointError>>()?;
+    staged.commit()?;
+
+    let mut sums = vec![SquareError::default(); tensors.len()];
+    for (job, error) in jobs.iter().zip(errors) {
+        sums[job.index].lost += error.lost;
+        sums[job.index].all += error.all;
+    }
+    let tensors = tensors.into_iter().zip(sums).map(|(tensor, sum)| QuantizedTensor {
+        name: tensor.weight.name().to_owned(),
+        format: tensor.format,
+        elements: tensor.weight.element_count() as u64,
+        bytes: tensor.bytes as u64,
+        relative_rms: if sum.lost > 0.0 { (sum.lost / sum.all).sqrt() } else { 0.0 },
+    });
+    Ok(GgufReport { tensors: tensors.collect(), bytes: total })
+}
+
+/// A tensor and how it will be written.
+struct Planned {
+    weight: Weight,
+    format: WeightFormat,
+    bytes: usize,
+    /// One weight a column; empty when all are equal.
+    importance: Vec<f32>,
+}
+
+impl Planned {
+    fn new(
+        weight: &Weight,
+        format: WeightFormat,
+        options: &GgufOptions<'_>,
+    ) -> Result<Self, CheckpointError> {
+        let refuse = |reason: String| CheckpointError::Quantize {
+            tensor: weight.name().to_owned(),
+            format,
+            reason,
+        };
+        let float = WeightFormat::Float;
+        let known = matches!(format, WeightFormat::Float(DType::F32 | DType::F16 | DType::BF16));
+        if !known && !can_quantize(format) {
+            return Err(refuse(format!("this format is not written; accepted: {WRITTEN}")));
+        }
+        let columns = weight.shape().last().copied().unwrap_or(1);
+        if !columns.is_multiple_of(format.block_elements()) {
+            return Err(refuse(format!(
+                "its rows of {columns} are not whole blocks of {}; accepted: a format whose blocks \
+                 divide them, such as q8_0, q4_0 or f16",
+                format.block_elements()
+            )));
+        }
+        let bytes = format.byte_count(weight.element_count());
+        let bytes = bytes.ok_or_else(|| refuse("its size overflows".into()))?;
+        let mut importance = Vec::new();
+        if format != float(weight.dtype())
+            && format.is_quantized()
+            && let Some(given) = options.importance.and_then(|of| of(weight.name()))
+        {
+            importance = checked_importance(given, columns).map_err(refuse)?;
+        }
+        Ok(Self { weight: weight.clone(), format, bytes, importance })
+    }
+
+    fn columns(&self) -> usize {
+        self.weight.shape().last().copied().unwrap_or(1).max(1)
+    }
+}
+
+/// Importance scaled to a mean of 1. No column counts for nothing, so that a column which the
+/// calibration never saw keeps a meaning.
+fn checked_importance(given: Vec<f32>, columns: usize) -> Result<Vec<f32>, String> {
+    const LEAST: f64 = 1e-4;
+    if given.len() != columns {
+        let length = given.len();
+        return Err(format!(
+            "its importance has {length} entries; accepted: {columns}, its columns"
+        ));
+    }
+    if let Some(wrong) = given.iter().find(|w| !w.is_finite() || **w < 0.0) {
+        return Err(format!("its importance has an entry {wrong}; accepted: numbers from 0"));
+    }
+    let mean = given.iter().map(|w| f64::from(*w)).sum::<f64>() / columns as f64;
+    if mean == 0.0 {
+        return Ok(Vec::new());
+    }
+    Ok(given.iter().map(|w| (f64::from(*w) / mean).max(LEAST) as f32).collect())
+}
+
+/// All tensors in the order of the model.
+fn planned(
+    checkpoint: &Checkpoint,
+    options: &GgufOptions<'_>,
+) -> Result<Vec<Planned>, CheckpointError> {
+    let all_values = WeightFormat::Float(DType::F32);
+    let head = options.head.unwrap_or(options.format);
+    let gate = if options.format.is_quantized() { all_values } else { options.format };
+    let mut planned = vec![Planned::new(checkpoint.embedding(), head, options)?];
+    for layer in checkpoint.layers() {
+        for (weight, format) in [
+            (&layer.input_norm, all_values),
+            (&layer.qkv, options.format),
+            (&layer.head_gate, gate),
+            (&layer.attention_out, options.format),
+            (&layer.post_attention_norm, all_values),
+            (&layer.mlp_gate, options.format),
+            (&layer.mlp_up, options.format),
+            (&layer.mlp_down, options.format),
+        ] {
+            planned.push(Planned::new(weight, format, options)?);
+        }
+    }
+    planned.push(Planned::new(checkpoint.final_norm(), all_values, options)?);
+    if let Head::Stored(weight) = checkpoint.head() {
+        planned.push(Planned::new(weight, head, options)?);
+    }
+    Ok(planned)
+}
+
+/// Whole rows of a tensor.
+struct Job {
+    index: usize,
+    first: usize,
+    count: usize,
+    /// Where in the file the tensor begins.
+    offset: u64,
+}
+
+#[derive(Default)]
+struct Buffers {
+    values: Vec<f32>,
+    read_back: Vec<f32>,
+    importance: Vec<f32>,
+    out: Vec<u8>,
+}
+
+/// Σ(x − x̂)² and Σx².
+#[derive(Debug, Clone, Copy, Default)]
+struct SquareError {
+    lost: f64,
+    all: f64,
+}
+
+impl Job {
+    fn run(
+        &self,
+        tensor: &Planned,
+        buffers: &mut Buffers,
+        file: &std::fs::File,
+    ) -> Result<SquareError, CheckpointError> {
+        let Planned { weight, format, importance, .. } = tensor;
+        let Buffers { values, read_back, importance: weights, out } = buffers;
+        let refuse = |reason: String| CheckpointError::Quantize {
+            tensor: weight.name().to_owned(),
+            format: *format,
+            reason,
+        };
+        let bytes = |count: usize| format.byte_count(count).unwrap_or_default();
+        out.resize(bytes(self.count), 0);
+        values.resize(self.count, 0.0);
+        read_back.resize(self.count, 0.0);
+        let mut error = SquareError::default();
+        let unchanged = weight.format() == *format;
+        if let (true, Some(blocks)) = (unchanged, weight.blocks()) {
+            // Blocks that are in this format already lose nothing.
+            let start = bytes(self.first);
+            let part = blocks.get(start..start + out.len());
+            out.copy_from_slice(part.ok_or_else(|| refuse("its blocks are not there".into()))?);
+        } else if let WeightFormat::Float(dtype) = *format {
+            let report = weight.convert(self.first, dtype, out)?;
+            if report.overflowed > 0 {
+                let count = report.overflowed;
+                return Err(refuse(format!(
+                    "{count} values are too large for it; accepted: bf16, f32 or a block format"
+                )));
+            }
+            if !unchanged && dtype != DType::F32 {
+                weight.read_f32(self.first, values)?;
+                let converted = firesteel_tensor::read_f32(dtype, out, read_back);
+                converted.map_err(|source| CheckpointError::Convert {
+                    tensor: weight.name().to_owned(),
+                    source,
+                })?;
+                error = SquareError::of(values, read_back);
+            }
+        } else {
+            weight.read_f32(self.first, values)?;
+            if let Some(index) = values.iter().position(|value| !value.is_finite()) {
+                let (value, index) = (values[index], self.first + index);
+                return Err(refuse(format!(
+                    "element {index} is {value}; accepted: finite numbers"
+                )));
+            }
+            weights.clear();
+            match importance.as_slice() {
+                [] => weights.resize(self.count, 1.0),
+                columns => weights.extend(columns.iter().cycle().take(self.count)),
+            }
+            quantize(*format, values, weights, out);
+            dequantize(*format, out, 0, read_back);
+            error = SquareError::of(values, read_back);
+        }
+        file.write_all_at(out, self.offset + bytes(self.first) as u64)?;
+        Ok(error)
+    }
+}
+
+impl SquareError {
+    fn of(values: &[f32], read_back: &[f32]) -> Self {
+        let mut sum = Self::default();
+        for (value, back) in values.iter().zip(read_back) {
+            sum.lost += f64::from(value - back).powi(2);
+            sum.all += f64::from(*value).powi(2);
+        }
+        sum
+    }
+}
+
+/// Everything before the first tensor's data.
+fn header(
+    checkpoint: &Checkpoint,
+    options: &GgufOptions<'_>,
+    tensors: &[Planned],
+) -> Result<Vec<u8>, CheckpointError> {
+    let mut metadata = Metadata::default();
+    metadata.string(ARCHITECTURE, &checkpoint.config().model_type);
+    if let Some(name) = options.name {
+        metadata.string("general.name", name);
+    }
+    metadata.model(checkpoint.config());
+    metadata.u32(FILE_TYPE, file_type(options.format));
+    if tensors.iter().any(|tensor| tensor.format.is_quantized()) {
+        metadata.u32("general.quantization_version", QUANTIZATION_VERSION);
+    }
+    metadata.ids(checkpoint.config());
+    match GgufTokenizer::of_checkpoint(checkpoint)? {
+        Some(tokenizer) => metadata.tokenizer(&tokenizer),
+        None => metadata.string(MODEL, NO_TOKENIZER[0]),
+    }
+
+    let mut header = MAGIC.to_vec();
+    header.extend(3u32.to_le_bytes());
+    header.extend((tensors.len() as u64).to_le_bytes());
+    header.extend(metadata.count.to_le_bytes());
+    header.append(&mut metadata.bytes);
+    let mut offset = 0;
+    let codes: HashMap<WeightFormat, u32> = FORMATS.iter().map(|(code, f)| (*f, *code)).collect();
+    for tensor in tensors {
+        push_string(&mut header, &stored_name(tensor.weight.name()));
+        header.extend((tensor.weight.shape().len() as u32).to_le_bytes());
+        for dim in tensor.weight.shape().iter().rev() {
+            header.extend((*dim as u64).to_le_bytes());
+        }
+        header.extend(codes.get(&tensor.format).copied().unwrap_or_default().to_le_bytes());
+        header.extend((offset as u64).to_le_bytes());
+        offset = (offset + tensor.bytes).next_multiple_of(DEFAULT_ALIGNMENT);
+    }
+    header.resize(header.len().next_multiple_of(DEFAULT_ALIGNMENT), 0);
+    Ok(header)
+}
+
+/// The value of `general.file_type`: what most matrices are.
+fn file_type(format: WeightFormat) -> u32 {
+    match format {
+        WeightFormat::Float(DType::F32) => 0,
+        WeightFormat::Float(DType::BF16) => 32,
+        WeightFormat::Float(_) => 1,
+        WeightFormat::Q4_0 => 2,
+        WeightFormat::Q4_1 => 3,
+        WeightFormat::Q8_0 => 7,
+        WeightFormat::Q4K => 14,
+        WeightFormat::Q5K => 16,
+        WeightFormat::Q6K => 18,
+    }
+}
+
+#[derive(Default)]
+struct Metadata {
+    count: u64,
+    bytes: Vec<u8>,
+}
+
+impl Metadata {
+    fn key(&mut self, key: &str, kind: Type) {
+        self.count += 1;
+        push_string(&mut self.bytes, key);
+        self.bytes.extend((kind as u32).to_le_bytes());
+    }
+
+    fn u32(&mut self, key: &str, value: u32) {
+        self.key(key, Type::U32);
+        self.bytes.extend(value.to_le_bytes());
+    }
+
+    /// Counts of a validated config are below 2³².
+    fn size(&mut self, key: &str, value: usize) {
+        self.u32(key, u32::try_from(value).unwrap_or(u32::MAX));
+    }
+
+    fn f32(&mut self, key: &str, value: f64) {
+        self.key(key, Type::F32);
+        self.bytes.extend((value as f32).to_le_bytes());
+    }
+
+    fn bool(&mut self, key: &str, value: bool) {
+        self.key(key, Type::Bool);
+        self.bytes.push(value.into());
+    }
+
+    fn string(&mut self, key: &str, value: &str) {
+        self.key(key, Type::String);
+        push_string(&mut self.bytes, value);
+    }
+
+    fn array(&mut self, key: &str, element: Type, length: usize) {
+        self.key(key, Type::Array);
+        self.bytes.extend((element as u32).to_le_bytes());
+        self.bytes.extend((length as u64).to_le_bytes());
+    }
+
+    fn strings(&mut self, key: &str, values: &[String]) {
+        self.array(key, Type::String, values.len());
+        values.iter().for_each(|value| push_string(&mut self.bytes, value));
+    }
+
+    fn model(&mut self, config: &ModelConfig) {
+        self.size(CONTEXT_LENGTH, config.max_position_embeddings);
+        self.size(EMBEDDING_LENGTH, config.hidden_size);
+        self.size(BLOCK_COUNT, config.num_layers());
+        self.size(FEED_FORWARD_LENGTH, config.intermediate_size);
+        self.size(HEAD_COUNT, config.num_attention_heads);
+        self.size(HEAD_COUNT_KV, config.num_key_value_heads);
+        self.size(KEY_LENGTH, config.head_dim);
+        self.size(VALUE_LENGTH, config.head_dim);
+        self.f32(RMS_EPSILON, config.rms_norm_eps);
+        self.size(VOCAB_SIZE, config.vocab_size);
+        if let Some(window) = config.sliding_window {
+            self.size(SLIDING_WINDOW, window);
+        }
+        self.array(SLIDING_WINDOW_PATTERN, Type::Bool, config.num_layers());
+        let sliding = |kind: &LayerKind| u8::from(*kind == LayerKind::Sliding);
+        self.bytes.extend(config.layer_types.iter().map(sliding));
+        for (kind, (base, dims)) in
+            LayerKind::ALL.into_iter().zip(ROPE_BASE.into_iter().zip(ROPE_DIMS))
+        {
+            if let Some(rope) = config.rope(kind) {
+                self.f32(base, rope.theta);
+                self.size(dims, rope.dims);
+            }
+        }
+    }
+
+    fn ids(&mut self, config: &ModelConfig) {
+        let ends = [EOS].into_iter().chain(OTHER_ENDS).zip(config.eos_token_ids.iter().copied());
+        let begin = config.bos_token_id.map(|id| (BOS, id));
+        let padding = config.pad_token_id.map(|id| (PADDING, id));
+        for (key, id) in begin.into_iter().chain(ends).chain(padding) {
+            self.u32(key, id);
+        }
+    }
+
+    fn tokenizer(&mut self, tokenizer: &GgufTokenizer) {
+        self.string(MODEL, &tokenizer.model);
+        if let Some(pre) = &tokenizer.pre {
+            self.string(PRE, pre);
+        }
+        self.strings(TOKENS, &tokenizer.tokens);
+        self.array(TOKEN_TYPES, Type::I32, tokenizer.token_types.len());
+        let types = tokenizer.token_types.iter();
+        self.bytes.extend(types.flat_map(|kind| kind.to_le_bytes()));
+        self.strings(MERGES, &tokenizer.merges);
+        self.bool(ADD_BOS, tokenizer.add_bos);
+        if let Some(template) = &tokenizer.chat_template {
+            self.string(CHAT_TEMPLATE, template);
+        }
+    }
+}
+
+fn push_string(bytes: &mut Vec<u8>, text: &str) {
+    bytes.extend((text.len() as u64).to_le_bytes());
+    bytes.extend(text.as_bytes());
+}

@@ -1,0 +1,343 @@
+//! Writing GGUF files: what llama.cpp wrote is the measure.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail as tests do")]
+
+mod common;
+
+use common::{Failures, GOLDEN, Model, SPARK_TINY, Stored, all_values, values, weights};
+use firesteel_checkpoint::{
+    Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, Head, RandomWeights, WeightFormat,
+    preset, write_gguf,
+};
+use firesteel_tensor::DType;
+use half::f16;
+use safetensors::Dtype;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+const LLAMA_CPP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/llamacpp");
+const F32: WeightFormat = WeightFormat::Float(DType::F32);
+const F16: WeightFormat = WeightFormat::Float(DType::F16);
+const BF16: WeightFormat = WeightFormat::Float(DType::BF16);
+const BLOCKS: [WeightFormat; 4] =
+    [WeightFormat::Q8_0, WeightFormat::Q4_0, WeightFormat::Q4K, WeightFormat::Q6K];
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(LLAMA_CPP).join(format!("spark-tiny-{name}.gguf"))
+}
+
+fn spark_tiny() -> Checkpoint {
+    Checkpoint::open(Path::new(SPARK_TINY)).unwrap()
+}
+
+/// Writes and opens a file; the folder keeps it.
+fn written(checkpoint: &Checkpoint, options: GgufOptions<'_>) -> (TempDir, Checkpoint, GgufReport) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a/model.gguf");
+    let report = write_gguf(checkpoint, options, &path, &|_, _| {}).unwrap();
+    let opened = Checkpoint::open(&path).unwrap();
+    (dir, opened, report)
+}
+
+fn error(checkpoint: &Checkpoint, options: GgufOptions<'_>) -> Result<(), String> {
+    let dir = tempfile::tempdir().unwrap();
+    let result = write_gguf(checkpoint, options, &dir.path().join("model.gguf"), &|_, _| {});
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), usize::from(result.is_ok()));
+    result.map(drop).map_err(|e| e.to_string())
+}
+
+/// √(Σ(x − x̂)² / Σx²) of each tensor.
+fn losses(exact: &Checkpoint, checkpoint: &Checkpoint) -> BTreeMap<String, f64> {
+    let exact = all_values(exact);
+    let loss = |name: &str, values: &[f32]| {
+        let pairs = exact[name].iter().zip(values);
+        let square = |v: f32| f64::from(v).powi(2);
+        let (lost, all) =
+            pairs.fold((0.0, 0.0), |(l, a), (x, y)| (l + square(x - y), a + square(*x)));
+        (lost / all).sqrt()
+    };
+    all_values(checkpoint).iter().map(|(name, v)| (name.clone(), loss(name, v))).collect()
+}
+
+#[test]
+fn f16_has_the_data_and_the_metadata_of_the_public_converter() {
+    let options = GgufOptions { name: Some("spark-tiny"), ..GgufOptions::new(F16) };
+    let (_dir, ours, report) = written(&spark_tiny(), options);
+    let (ours, theirs) = (ours.gguf().unwrap(), Gguf::open(&golden("f16")).unwrap());
+    assert_eq!(ours.tensors().len(), theirs.tensors().len());
+    for tensor in theirs.tensors() {
+        let own = ours.tensors().iter().find(|own| own.name == tensor.name).unwrap();
+        assert_eq!((&own.shape, own.format), (&tensor.shape, tensor.format), "{}", tensor.name);
+        assert_eq!(*own.bytes, *tensor.bytes, "{}", tensor.name);
+    }
+    for (key, value) in theirs.metadata() {
+        assert_eq!(ours.get(key), Some(value), "{key}");
+    }
+    assert_eq!(ours.metadata().count(), theirs.metadata().count());
+    assert_eq!(report.bytes, ours.bytes().len() as u64);
+}
+
+#[test]
+fn quantizing_loses_no_more_than_llama_cpp() {
+    let exact = spark_tiny();
+    let mut failures = Failures::default();
+    for (name, format, head) in [
+        ("q8_0", WeightFormat::Q8_0, None),
+        ("q4_0", WeightFormat::Q4_0, Some(WeightFormat::Q6K)),
+        ("q4_k_m", WeightFormat::Q4K, Some(WeightFormat::Q6K)),
+    ] {
+        let theirs = Checkpoint::open(&golden(name)).unwrap();
+        let (_dir, ours, report) =
+            written(&exact, GgufOptions { head, ..GgufOptions::new(format) });
+        let (our_losses, their_losses) = (losses(&exact, &ours), losses(&exact, &theirs));
+        for (weight, tensor) in weights(&theirs).iter().zip(weights(&ours)) {
+            let case = format!("{name} {} {}", weight.name(), tensor.format());
+            let (own, their) = (our_losses[weight.name()], their_losses[weight.name()]);
+            // Where llama.cpp mixes a larger format in, the sizes differ.
+            if weight.format() == tensor.format() || !tensor.format().is_quantized() {
+                failures.check(&case, own <= their, (own, their));
+            }
+            let reported = report.tensors.iter().find(|t| t.name == weight.name()).unwrap();
+            failures.check(&case, reported.format == tensor.format(), reported);
+            failures.check(&case, (reported.relative_rms - own).abs() <= 1e-9, reported);
+        }
+    }
+    failures.finish();
+}
+
+#[test]
+fn what_is_kept_in_float_is_exact() {
+    let exact = spark_tiny();
+    for format in BLOCKS {
+        let (_dir, ours, _) = written(&exact, GgufOptions::new(format));
+        let losses = losses(&exact, &ours);
+        for weight in weights(&ours) {
+            let float = weight.shape().len() == 1 || weight.name().contains("g_proj");
+            assert_eq!(weight.format(), if float { F32 } else { format }, "{}", weight.name());
+            assert_eq!(losses[weight.name()] == 0.0, float, "{}", weight.name());
+        }
+    }
+    for format in [F32, BF16] {
+        let (_dir, ours, report) = written(&exact, GgufOptions::new(format));
+        assert_eq!(all_values(&ours), all_values(&exact));
+        assert!(report.tensors.iter().all(|tensor| tensor.relative_rms == 0.0));
+        let mut config = exact.config().clone();
+        config.dtype = Some(ours.embedding().dtype());
+        assert_eq!(ours.config(), &config);
+    }
+}
+
+#[test]
+fn importance_lowers_the_weighted_error() {
+    let exact = spark_tiny();
+    let weight = &exact.layers()[1].mlp_down;
+    let columns = weight.shape()[1];
+    let importance: Vec<f32> =
+        (0..columns).map(|c| ((c * 29 % 31) as f32 / 10.0).powi(3)).collect();
+    let of = |name: &str| (name == weight.name()).then(|| importance.clone());
+    let weighted = |checkpoint: &Checkpoint| -> f64 {
+        let pairs = values(weight).into_iter().zip(values(&checkpoint.layers()[1].mlp_down));
+        let terms = pairs.enumerate();
+        terms.map(|(i, (x, y))| f64::from(importance[i % columns] * (x - y).powi(2))).sum()
+    };
+    for format in BLOCKS {
+        let plain = GgufOptions::new(format);
+        let (_a, without, _) = written(&exact, plain);
+        let (_b, with, _) = written(&exact, GgufOptions { importance: Some(&of), ..plain });
+        assert!(weighted(&with) < weighted(&without), "{format}");
+        let up = |checkpoint: &Checkpoint| values(&checkpoint.layers()[1].mlp_up);
+        assert_eq!(up(&with), up(&without));
+    }
+}
+
+#[test]
+fn equal_inputs_give_equal_bytes_on_any_number_of_threads() {
+    let exact = spark_tiny();
+    let bytes = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let (_dir, ours, report) =
+            pool.install(|| written(&exact, GgufOptions::new(WeightFormat::Q4K)));
+        (ours.files()[0].bytes.to_vec(), report)
+    };
+    assert_eq!(bytes(1), bytes(3));
+}
+
+#[test]
+fn a_gguf_file_is_written_anew_without_loss() {
+    for name in ["f16", "q8_0", "q4_0", "q4_k_m"] {
+        let theirs = Checkpoint::open(&golden(name)).unwrap();
+        let format = theirs.layers()[0].mlp_gate.format();
+        let head = Some(theirs.embedding().format());
+        let (_dir, ours, _) = written(&theirs, GgufOptions { head, ..GgufOptions::new(format) });
+        assert_eq!(ours.gguf_tokenizer().unwrap(), theirs.gguf_tokenizer().unwrap());
+        for (own, their) in weights(&ours).iter().zip(weights(&theirs)) {
+            if own.format() == their.format() {
+                assert_eq!(values(own), values(&their), "{name} {}", own.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn rounding_to_halves_is_reported() {
+    let (_dir, ours, report) = written(&spark_tiny(), GgufOptions::new(F16));
+    let exact = all_values(&spark_tiny());
+    let name = "model.embedding.weight";
+    let rounded: Vec<f32> = exact[name].iter().map(|v| f16::from_f32(*v).to_f32()).collect();
+    assert_eq!(all_values(&ours)[name], rounded);
+    let tensor = report.tensors.iter().find(|tensor| tensor.name == name).unwrap();
+    assert_eq!((tensor.elements, tensor.bytes), (2048 * 256, 2048 * 256 * 2));
+    assert_eq!(tensor.relative_rms == 0.0, rounded == exact[name]);
+}
+
+#[test]
+fn tokenizers_come_from_the_folder() {
+    let tokenizer = GgufTokenizer::of_checkpoint(&spark_tiny()).unwrap();
+    let theirs = Checkpoint::open(&golden("f16")).unwrap().gguf_tokenizer().unwrap();
+    assert_eq!(tokenizer, theirs);
+
+    // Merges as text, a template in the config, ids that no token has.
+    let dir = tempfile::tempdir().unwrap();
+    Model::tiny().write(dir.path());
+    let tokenizer = |text: &str| {
+        std::fs::write(dir.path().join("tokenizer.json"), text).unwrap();
+        GgufTokenizer::of_checkpoint(&Checkpoint::open(dir.path()).unwrap())
+            .map(Option::unwrap)
+            .map_err(|e| e.to_string())
+    };
+    let model = r#""model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2,"<s>":3},"merges":["a b"]}"#;
+    let added = r#""added_tokens":[{"id":3,"content":"<s>","special":true}]"#;
+    std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"chat_template":"{{x}}"}"#)
+        .unwrap();
+    let read = tokenizer(&format!("{{{added},{model}}}")).unwrap();
+    assert_eq!(read.tokens[..5], ["a", "b", "ab", "<s>", "[PAD4]"]);
+    assert_eq!((read.token_types[..5].to_vec(), read.tokens.len()), (vec![1, 1, 1, 3, 5], 320));
+    assert_eq!((read.merges, read.chat_template.as_deref()), (vec!["a b".into()], Some("{{x}}")));
+
+    let mut failures = Failures::default();
+    for (case, text, part) in [
+        (
+            "id",
+            model.replace(":2,", ":320,"),
+            "token \"ab\" has id 320; accepted: below vocab_size",
+        ),
+        ("kind", model.replace("BPE", "Unigram"), "model.type is \"Unigram\"; accepted: \"BPE\""),
+        ("merges", model.replace("[\"a b\"]", "[3]"), "not the tokenizer.json of a byte-level BPE"),
+    ] {
+        let result = tokenizer(&format!("{{{text}}}"));
+        failures.expect_error(case, result, &["tokenizer.json: ", part]);
+    }
+    failures.finish();
+}
+
+#[test]
+fn untied_heads_and_models_without_tokenizer_are_written() {
+    let untied = Checkpoint::open(&Path::new(GOLDEN).join("mini-untied")).unwrap();
+    let (_dir, ours, _) = written(&untied, GgufOptions::new(F32));
+    assert!(matches!(ours.head(), Head::Stored(_)));
+    assert_eq!(all_values(&ours), all_values(&untied));
+    assert_eq!(ours.gguf_tokenizer().unwrap(), None);
+    assert_eq!(ours.gguf().unwrap().get("tokenizer.ggml.model").unwrap().as_str(), Some("none"));
+
+    let mut config = preset("spark-x2.5-1.7b").unwrap().with_layers(4).unwrap();
+    (config.vocab_size, config.hidden_size, config.intermediate_size) = (512, 256, 768);
+    config.eos_token_ids = vec![1, 7, 9];
+    let random = Checkpoint::random(config.clone(), RandomWeights::default());
+    let (_dir, ours, _) = written(&random, GgufOptions::new(WeightFormat::Q4_0));
+    config.dtype = None;
+    assert_eq!(ours.config(), &config);
+}
+
+#[test]
+fn existing_files_are_replaced_only_when_asked_and_of_the_kind() {
+    let (dir, _, _) = written(&spark_tiny(), GgufOptions::new(WeightFormat::Q4_0));
+    let path = dir.path().join("a/model.gguf");
+    let again = |replace| {
+        let options = GgufOptions { replace, ..GgufOptions::new(WeightFormat::Q8_0) };
+        write_gguf(&spark_tiny(), options, &path, &|_, _| {}).map_err(|e| e.to_string())
+    };
+    assert!(again(false).unwrap_err().ends_with("exists already; choose another name"));
+    let report = again(true).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), report.bytes);
+    std::fs::write(&path, "something else").unwrap();
+    assert!(again(true).unwrap_err().ends_with("is another kind of file; not replaced"));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "something else");
+}
+
+#[test]
+fn progress_ends_at_the_size_of_the_tensors() {
+    let dir = tempfile::tempdir().unwrap();
+    let seen = std::sync::Mutex::new(Vec::new());
+    let report = write_gguf(
+        &spark_tiny(),
+        GgufOptions::new(WeightFormat::Q8_0),
+        &dir.path().join("model.gguf"),
+        &|done, total| seen.lock().unwrap().push((done, total)),
+    )
+    .unwrap();
+    let seen = seen.into_inner().unwrap();
+    let tensors: u64 = report.tensors.iter().map(|tensor| tensor.bytes).sum();
+    assert_eq!(seen.iter().map(|(done, _)| *done).max(), Some(tensors));
+    assert!(seen.iter().all(|(_, total)| *total == tensors));
+}
+
+#[test]
+fn what_cannot_be_written_is_refused_by_name() {
+    let tiny = |edit: &dyn Fn(&mut Model)| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut model = Model::tiny();
+        edit(&mut model);
+        model.write(dir.path());
+        Checkpoint::open(dir.path()).unwrap()
+    };
+    let plain = tiny(&|_| {});
+    let with = |value: f32| {
+        tiny(&|model| {
+            let stored = model.tensors.get_mut("model.layers.2.mlp.up_proj.weight").unwrap();
+            let Stored { dtype: Dtype::F32, bytes, .. } = stored else { panic!() };
+            bytes[400..404].copy_from_slice(&value.to_le_bytes());
+        })
+    };
+    let q4_0 = GgufOptions::new(WeightFormat::Q4_0);
+    let short = |_: &str| Some(vec![1.0; 3]);
+    let negative = |name: &str| Some(vec![-1.0; if name.contains("down") { 128 } else { 64 }]);
+    let mut failures = Failures::default();
+    for (case, result, part) in [
+        (
+            "rows",
+            error(&plain, GgufOptions::new(WeightFormat::Q4K)),
+            "model.embedding.weight: cannot be written as q4_k: its rows of 64 are not whole blocks \
+             of 256; accepted: a format whose blocks divide them",
+        ),
+        (
+            "format",
+            error(&plain, GgufOptions::new(WeightFormat::Q5K)),
+            "this format is not written; accepted: f32, f16, bf16, q8_0, q4_0, q4_k, q6_k",
+        ),
+        (
+            "not finite",
+            error(&with(f32::NAN), q4_0),
+            "model.layers.2.mlp.up_proj.weight: cannot be written as q4_0: element 100 is NaN",
+        ),
+        (
+            "too large",
+            error(&with(1e6), GgufOptions::new(F16)),
+            "model.layers.2.mlp.up_proj.weight: cannot be written as f16: 1 values are too large",
+        ),
+        (
+            "short importance",
+            error(&plain, GgufOptions { importance: Some(&short), ..q4_0 }),
+            "its importance has 3 entries; accepted: 64, its columns",
+        ),
+        (
+            "negative importance",
+            error(&plain, GgufOptions { importance: Some(&negative), ..q4_0 }),
+            "its importance has an entry -1; accepted: numbers from 0",
+        ),
+    ] {
+        failures.expect_error(case, result, &[part]);
+    }
+    assert_eq!(error(&with(1e6), q4_0), Ok(()));
+    failures.finish();
+}
