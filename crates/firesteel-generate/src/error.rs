@@ -83,7 +83,7 @@ pub enum GenerateError {
         /// Its value.
         value: String,
         /// What is accepted.
-        accepted: &'static str,
+        accepted: String,
     },
     /// The logits of a step cannot be sampled.
     #[error("the logits cannot be sampled: {message}")]
@@ -136,4 +136,15 @@ pub enum GenerateError {
     /// An output is not a float tensor.
     #[error(transparent)]
     Tensor(#[from] TensorError),
+}
+
+impl GenerateError {
+    /// The error of an option out of range.
+    pub(crate) fn option(
+        what: &'static str,
+        value: impl ToString,
+        accepted: impl Into<String>,
+    ) -> Self {
+        Self::Option { what, value: value.to_string(), accepted: accepted.into() }
+    }
 }

@@ -1,4 +1,5 @@
 use crate::{GenerateError, SamplingOptions};
+use serde::Deserialize as _;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -50,6 +51,13 @@ impl JsonFile {
         ids.collect::<Option<_>>()
             .ok_or_else(|| self.error(key, value, "an id or a list of ids is accepted"))
     }
+
+    /// Lists of ids under `key`.
+    fn id_lists(&self, key: &str) -> Result<Vec<Vec<u32>>, GenerateError> {
+        let Some(value) = self.get(key) else { return Ok(Vec::new()) };
+        Vec::deserialize(value)
+            .map_err(|_| self.error(key, value, "a list of lists of ids is accepted"))
+    }
 }
 
 /// The special tokens of tokenizer_config.json by key, such as `bos_token`: plain strings, or
@@ -66,7 +74,8 @@ pub(crate) fn special_tokens(file: &JsonFile) -> impl Iterator<Item = (&str, &st
 pub struct GenerationConfig {
     /// Ids that end a sequence.
     pub eos_token_ids: Vec<u32>,
-    /// The advice on sampling; greedy unless `do_sample` is true. The seed is 0.
+    /// The advice on sampling; greedy unless `do_sample` is true. Penalties, bad words and least
+    /// tokens count either way. The seed is 0.
     pub sampling: SamplingOptions,
     /// Sampling settings that are not supported and would change the result, as `key = value`.
     pub unsupported: Vec<String>,
@@ -74,12 +83,10 @@ pub struct GenerationConfig {
 
 /// Settings of transformers that change sampling and are not implemented here, with the value at
 /// which they do nothing.
-const NEUTRAL: [(&str, f64); 8] = [
-    ("repetition_penalty", 1.0),
+const NEUTRAL: [(&str, f64); 6] = [
     ("encoder_repetition_penalty", 1.0),
     ("typical_p", 1.0),
     ("num_beams", 1.0),
-    ("min_p", 0.0),
     ("epsilon_cutoff", 0.0),
     ("eta_cutoff", 0.0),
     ("no_repeat_ngram_size", 0.0),
@@ -106,7 +113,11 @@ impl GenerationConfig {
             // Both −1 and 0 are in use for "all"; the cast saturates.
             top_k: top_k as usize,
             top_p: file.number("top_p", 1.0)? as f32,
-            seed: 0,
+            min_p: file.number("min_p", 0.0)? as f32,
+            repetition_penalty: file.number("repetition_penalty", 1.0)? as f32,
+            bad_words: file.id_lists("bad_words_ids")?,
+            min_tokens: file.number("min_new_tokens", 0.0)? as usize,
+            ..SamplingOptions::GREEDY
         };
         let mut unsupported = Vec::new();
         for (key, neutral) in NEUTRAL {
@@ -137,10 +148,19 @@ mod tests {
         assert_eq!(GenerationConfig::open(folder.path()).unwrap(), GenerationConfig::default());
         let config = read(
             r#"{"eos_token_id": [1, 7], "do_sample": true, "temperature": 0.5, "top_p": 0.75,
-                "top_k": -1, "repetition_penalty": 1.1, "min_p": null, "num_beams": 1}"#,
+                "top_k": -1, "repetition_penalty": 1.5, "min_p": 0.25, "num_beams": 1,
+                "bad_words_ids": [[3], [4, 5]], "min_new_tokens": 2, "typical_p": 0.5}"#,
         );
-        let sampling = SamplingOptions { temperature: 0.5, top_k: 0, top_p: 0.75, seed: 0 };
-        let unsupported = vec!["repetition_penalty = 1.1".to_owned()];
+        let sampling = SamplingOptions {
+            temperature: 0.5,
+            top_p: 0.75,
+            min_p: 0.25,
+            repetition_penalty: 1.5,
+            bad_words: vec![vec![3], vec![4, 5]],
+            min_tokens: 2,
+            ..SamplingOptions::GREEDY
+        };
+        let unsupported = vec!["typical_p = 0.5".to_owned()];
         let expected = GenerationConfig { eos_token_ids: vec![1, 7], sampling, unsupported };
         assert_eq!(config.unwrap(), expected);
         assert_eq!(read(r#"{"eos_token_id": 3}"#).unwrap().eos_token_ids, [3]);
@@ -161,6 +181,10 @@ mod tests {
             (
                 r#"{"eos_token_id": 4294967296}"#,
                 "FILE: eos_token_id is 4294967296, but an id or a list of ids is accepted",
+            ),
+            (
+                r#"{"bad_words_ids": [3]}"#,
+                "FILE: bad_words_ids is [3], but a list of lists of ids is accepted",
             ),
             (r#"{"do_sample": 1}"#, "FILE: do_sample is 1, but true or false is accepted"),
             (r#"{"top_p": "1"}"#, "FILE: top_p is \"1\", but a number is accepted"),

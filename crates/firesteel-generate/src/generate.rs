@@ -1,4 +1,8 @@
-use crate::{GenerateError, Sampler, SamplingOptions, TextStream, Tokenizer};
+use crate::options::check_ids;
+use crate::{
+    GenerateError, MODEL_FORWARD_MS, MODEL_SAMPLE_MS, Released, Sampler, SamplingOptions,
+    StepRecord, StepStats, StopStrings, TextStream, TokenLogprobs, Tokenizer,
+};
 use firesteel_checkpoint::ModelConfig;
 use firesteel_step::{Embedding, KvState, Logits, Role, Runner, StepSpec};
 use serde::Serialize;
@@ -13,11 +17,19 @@ pub struct GenerateOptions {
     pub max_tokens: Option<usize>,
     /// How tokens are picked.
     pub sampling: SamplingOptions,
+    /// Text ends before the first of these that comes up, as [`StopStrings`] has it. Not looked
+    /// for in the text of the first `min_tokens` tokens. They need a tokenizer.
+    pub stop: Vec<String>,
+    /// Ids that end the sequence, besides the model's end ids; they have no text.
+    pub stop_ids: Vec<u32>,
+    /// With a number, each token comes with its log-probability and those of this many most
+    /// probable tokens.
+    pub top_logprobs: Option<usize>,
 }
 
 /// What happens while generating, in order: `Prefill` events, then one `Token` a token, then at
 /// most one `Tail`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Event<'a> {
     /// Some of the prompt is in the cache.
     Prefill {
@@ -30,11 +42,14 @@ pub enum Event<'a> {
     Token {
         /// Its id.
         id: u32,
-        /// The text that it completes; empty for an end token or without a tokenizer, and for
-        /// tokens that end within a character.
+        /// The text that it completes; empty for an end token or without a tokenizer, for tokens
+        /// that end within a character, and for text that could begin a stop string.
         text: &'a str,
+        /// Its log-probabilities, if they were asked for.
+        logprobs: Option<&'a TokenLogprobs>,
     },
-    /// Text after the last token: U+FFFD where the sequence stops within a character.
+    /// Text after the last token: what could have begun a stop string, and U+FFFD where the
+    /// sequence stops within a character.
     Tail {
         /// The text.
         text: &'a str,
@@ -47,6 +62,10 @@ pub enum Event<'a> {
 pub enum StopReason {
     /// The model picked an end token.
     EndOfSequence,
+    /// One of the stop ids was picked: this one.
+    StopId(u32),
+    /// The text came to one of the stop strings: the one of this number, from 0.
+    StopString(usize),
     /// As many tokens as asked for.
     MaxTokens,
     /// The cache is full. The last token was picked but has not been run.
@@ -95,10 +114,13 @@ fn rate(count: usize, seconds: f64) -> Option<f64> {
 /// The result of one generation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Generation {
-    /// Generated ids, an end token included.
+    /// Generated ids, an end token and the tokens of a stop string included.
     pub ids: Vec<u32>,
-    /// Their text without the end token; `None` without a tokenizer.
+    /// Their text without the end token or the stop string; `None` without a tokenizer.
     pub text: Option<String>,
+    /// Log-probabilities for each of `ids`, if they were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logprobs: Option<Vec<TokenLogprobs>>,
     /// Why it stopped.
     pub stop: StopReason,
     /// Counts and times.
@@ -119,6 +141,7 @@ pub struct Generator<'a> {
     tokenizer: Option<&'a Tokenizer>,
     end_ids: BTreeSet<u32>,
     state: KvState,
+    step_stats: Option<&'a mut StepStats>,
     /// Embeddings of the step at hand; reused between steps.
     x: Vec<f32>,
 }
@@ -151,6 +174,7 @@ impl<'a> Generator<'a> {
             tokenizer: None,
             end_ids: config.eos_token_ids.iter().copied().collect(),
             state,
+            step_stats: None,
             x: Vec::new(),
         })
     }
@@ -193,6 +217,13 @@ impl<'a> Generator<'a> {
         self
     }
 
+    /// Records every step in `stats`.
+    #[must_use]
+    pub fn with_step_stats(mut self, stats: &'a mut StepStats) -> Self {
+        self.step_stats = Some(stats);
+        self
+    }
+
     /// The ids that end a sequence.
     pub fn end_ids(&self) -> &BTreeSet<u32> {
         &self.end_ids
@@ -202,8 +233,8 @@ impl<'a> Generator<'a> {
     /// and can break off.
     ///
     /// # Errors
-    /// When the prompt is empty, longer than the context or has an id without an embedding, the
-    /// options are out of range, or a step fails.
+    /// When the prompt is empty, longer than the context or has an id without an embedding, an
+    /// option is out of its range, or a step fails.
     pub fn generate(
         &mut self,
         prompt: &[u32],
@@ -212,20 +243,29 @@ impl<'a> Generator<'a> {
     ) -> Result<Generation, GenerateError> {
         let start = Instant::now();
         self.check_prompt(prompt)?;
-        let allowed = self.tokenizer.map(|t| t.allowed_ids(self.decode.spec.vocab_size));
-        let mut sampler = Sampler::new(options.sampling, allowed)?;
-        let mut text = self.tokenizer.map(|tokenizer| (TextStream::new(tokenizer), String::new()));
+        let mut sampler = self.sampler(prompt, options)?;
+        let mut text = match self.tokenizer {
+            Some(tokenizer) => Some(Text::new(tokenizer, &options.stop)?),
+            None => None,
+        };
         let mut ids = Vec::new();
+        let mut logprobs = options.top_logprobs.map(|_| Vec::new());
         let mut stats = Stats { prompt_tokens: prompt.len(), ..Stats::default() };
         self.state.clear();
 
         let mut logits = Vec::new();
         let mut done = 0;
         let mut stop = None;
+        // The step whose logits are next to be sampled, until it is recorded.
+        let mut forward = None;
         while done < prompt.len() && stop.is_none() {
+            self.record(forward.take(), None);
             let step_start = Instant::now();
-            done += self.prefill_step(&prompt[done..], &mut logits)?;
-            stats.prefill_seconds += step_start.elapsed().as_secs_f64();
+            let tokens = self.prefill_step(&prompt[done..], &mut logits)?;
+            let elapsed = step_start.elapsed();
+            forward = Some(Forward { time: elapsed, tokens, position: done });
+            done += tokens;
+            stats.prefill_seconds += elapsed.as_secs_f64();
             stats.prefill_steps += 1;
             if on_event(Event::Prefill { done, total: prompt.len() }).is_break() {
                 stop = Some(StopReason::Cancelled);
@@ -241,35 +281,52 @@ impl<'a> Generator<'a> {
                 break stop;
             }
             let step_start = Instant::now();
+            let mut sample_start = step_start;
             if let Some(&last) = ids.last() {
-                if self.state.position() >= self.state.context() {
+                let position = self.state.position();
+                if position >= self.state.context() {
                     break StopReason::ContextFull;
                 }
                 self.step(StageName::Decode, &[last], Some(&mut logits))?;
                 stats.decode_steps += 1;
+                if self.step_stats.is_some() {
+                    sample_start = Instant::now();
+                    let time = sample_start.duration_since(step_start);
+                    forward = Some(Forward { time, tokens: 1, position });
+                }
             }
             let id = sampler.sample(&logits)?;
+            if let (Some(all), Some(top)) = (&mut logprobs, options.top_logprobs) {
+                all.push(sampler.logprobs(&logits, id, top)?);
+            }
+            let elapsed = step_start.elapsed();
             if ids.is_empty() {
                 stats.time_to_first_token_seconds = Some(start.elapsed().as_secs_f64());
             } else {
-                let elapsed = step_start.elapsed();
                 decode_time += elapsed;
                 stats.slowest_decode_step_seconds =
                     stats.slowest_decode_step_seconds.max(elapsed.as_secs_f64());
             }
+            let before_sample = sample_start.duration_since(step_start);
+            self.record(forward.take(), Some(elapsed.saturating_sub(before_sample)));
             ids.push(id);
-            let ended = self.end_ids.contains(&id);
-            let piece = match &mut text {
-                Some((stream, whole)) if !ended => {
-                    let piece = stream.push(id);
-                    whole.push_str(&piece);
-                    piece
-                }
-                _ => String::new(),
-            };
-            let flow = on_event(Event::Token { id, text: &piece });
-            stop = if ended {
+            let ended = if self.end_ids.contains(&id) {
                 Some(StopReason::EndOfSequence)
+            } else {
+                options.stop_ids.contains(&id).then_some(StopReason::StopId(id))
+            };
+            let released = match &mut text {
+                Some(text) if ended.is_none() => {
+                    text.push(id, ids.len() > options.sampling.min_tokens)
+                }
+                _ => Released { text: String::new(), stop: None },
+            };
+            let logprobs = logprobs.as_ref().and_then(|all| all.last());
+            let flow = on_event(Event::Token { id, text: &released.text, logprobs });
+            stop = if ended.is_some() {
+                ended
+            } else if let Some(number) = released.stop {
+                Some(StopReason::StopString(number))
             } else if flow.is_break() {
                 Some(StopReason::Cancelled)
             } else if options.max_tokens == Some(ids.len()) {
@@ -278,18 +335,67 @@ impl<'a> Generator<'a> {
                 None
             };
         };
+        self.record(forward, None);
         stats.generated_tokens = ids.len();
         stats.decode_seconds = decode_time.as_secs_f64();
-        let text = text.map(|(mut stream, mut whole)| {
-            let tail = stream.finish();
-            if !tail.is_empty() {
-                whole.push_str(tail);
-                // Nothing is left to break off.
-                let _ = on_event(Event::Tail { text: tail });
+        let text = text.map(|mut text| {
+            if !matches!(stop, StopReason::StopString(_)) {
+                let tail = text.finish();
+                if !tail.is_empty() {
+                    // Nothing is left to break off.
+                    let _ = on_event(Event::Tail { text: &tail });
+                }
             }
-            whole
+            text.whole
         });
-        Ok(Generation { ids, text, stop, stats })
+        Ok(Generation { ids, text, logprobs, stop, stats })
+    }
+
+    /// A sampler for what follows `prompt`; the options are checked.
+    fn sampler(&self, prompt: &[u32], options: &GenerateOptions) -> Result<Sampler, GenerateError> {
+        let vocab_size = self.decode.spec.vocab_size;
+        let min_tokens = options.sampling.min_tokens;
+        if let Some(max_tokens) = options.max_tokens.filter(|&most| most < min_tokens) {
+            let accepted = format!("at most max_tokens, {max_tokens}, is accepted");
+            return Err(GenerateError::option("min_tokens", min_tokens, accepted));
+        }
+        if self.tokenizer.is_none()
+            && let Some(text) = options.stop.first()
+        {
+            let accepted = "without a tokenizer there is no text; use stop_ids";
+            return Err(GenerateError::option("a stop string", format!("{text:?}"), accepted));
+        }
+        check_ids("an id of stop_ids", &options.stop_ids, vocab_size)?;
+        let end_ids = self.end_ids.iter().chain(&options.stop_ids).copied();
+        let end_ids = end_ids.filter(|&id| (id as usize) < vocab_size);
+        let sampler = Sampler::new(options.sampling.clone(), vocab_size)?
+            .with_end_ids(end_ids)?
+            .with_prompt(prompt);
+        match self.tokenizer {
+            Some(tokenizer) => sampler.with_allowed(&tokenizer.allowed_ids(vocab_size)),
+            None => Ok(sampler),
+        }
+    }
+
+    /// Records a step, if there is one and steps are recorded.
+    fn record(&mut self, forward: Option<Forward>, sample: Option<Duration>) {
+        let (Some(stats), Some(forward)) = (&mut self.step_stats, forward) else { return };
+        let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
+        let forward_time = (MODEL_FORWARD_MS, milliseconds(forward.time));
+        let both;
+        let times = match sample {
+            Some(sample) => {
+                both = [forward_time, (MODEL_SAMPLE_MS, milliseconds(sample))];
+                both.as_slice()
+            }
+            None => &[forward_time],
+        };
+        stats.record(&StepRecord {
+            times,
+            tokens: forward.tokens,
+            position: forward.position,
+            cache_bytes: self.state.bytes(),
+        });
     }
 
     fn check_prompt(&self, prompt: &[u32]) -> Result<(), GenerateError> {
@@ -354,6 +460,46 @@ impl<'a> Generator<'a> {
         }
         Ok(())
     }
+}
+
+/// The text of a generation as it comes.
+struct Text<'t> {
+    stream: TextStream<'t>,
+    stops: StopStrings,
+    /// All that was released.
+    whole: String,
+}
+
+impl<'t> Text<'t> {
+    fn new(tokenizer: &'t Tokenizer, stop: &[String]) -> Result<Self, GenerateError> {
+        let stops = StopStrings::new(stop)?;
+        Ok(Self { stream: TextStream::new(tokenizer), stops, whole: String::new() })
+    }
+
+    /// Takes a token, and looks for stop strings if it is time for them.
+    fn push(&mut self, id: u32, search: bool) -> Released {
+        let text = self.stream.push(id);
+        let released = if search { self.stops.push(&text) } else { Released { text, stop: None } };
+        self.whole.push_str(&released.text);
+        released
+    }
+
+    /// What is left when no token follows.
+    fn finish(&mut self) -> String {
+        let Released { mut text, stop } = self.stops.push(self.stream.finish());
+        if stop.is_none() {
+            text.push_str(&self.stops.finish());
+        }
+        self.whole.push_str(&text);
+        text
+    }
+}
+
+/// A step that is not recorded yet.
+struct Forward {
+    time: Duration,
+    tokens: usize,
+    position: usize,
 }
 
 #[derive(Clone, Copy)]

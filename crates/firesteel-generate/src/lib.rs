@@ -11,8 +11,13 @@ mod error;
 mod files;
 mod generate;
 mod guard;
+mod lookup;
+mod options;
 mod python;
+mod row;
 mod sampler;
+mod step_stats;
+mod stop;
 mod tokenizer;
 mod tool_call;
 mod utf8;
@@ -24,7 +29,13 @@ pub use chat::{
 pub use error::GenerateError;
 pub use files::GenerationConfig;
 pub use generate::{Event, GenerateOptions, Generation, Generator, Stats, StopReason};
-pub use sampler::{Sampler, SamplingOptions};
+pub use lookup::PromptLookup;
+pub use options::SamplingOptions;
+pub use sampler::{Logprob, Sampler, TokenLogprobs};
+pub use step_stats::{
+    MODEL_FORWARD_MS, MODEL_SAMPLE_MS, StepRecord, StepStats, StepSummary, TimeSummary,
+};
+pub use stop::{Released, StopStrings};
 pub use tokenizer::{AddedTokens, TextStream, Tokenizer};
 pub use tool_call::{ToolCall, ToolCallError, parse_tool_calls};
 pub use utf8::Utf8Stream;

@@ -97,6 +97,24 @@ impl Tokenizer {
         Ok(encoding.map_err(encode_error)?.get_ids().to_vec())
     }
 
+    /// The sequences of ids to forbid so that the plain text `word` is not generated: those that it
+    /// encodes to at the beginning of a text and after a space. A tokenizer has other ways to
+    /// spell a word, which a model hardly uses.
+    ///
+    /// # Errors
+    /// When the word is empty, or the tokenizer fails.
+    pub fn bad_word(&self, word: &str) -> Result<Vec<Vec<u32>>, GenerateError> {
+        if word.is_empty() {
+            let accepted = "at least one character is needed";
+            return Err(GenerateError::option("a bad word", "empty", accepted));
+        }
+        let plain = self.plain_ids(word)?;
+        let spaced = self.plain_ids(&format!(" {word}"))?;
+        // What ends in the plain spelling is forbidden with it.
+        let is_new = !spaced.ends_with(&plain);
+        Ok(std::iter::once(plain).chain(is_new.then_some(spaced)).collect())
+    }
+
     /// The ids of a rendered chat prompt. Added tokens with the character `guard` in them are
     /// plain text, and the character itself is left out.
     pub(crate) fn encode_guarded(
@@ -114,14 +132,19 @@ impl Tokenizer {
                 Some(tokens) => ids.extend(tokens.iter().map(|token| token.id)),
                 None => {
                     let run = text.get(start..end).unwrap_or_default().replace(guard, "");
-                    let pieces = self.plain(&run).map_err(encode_error)?;
-                    let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::None);
-                    let tokens = splits.iter().filter_map(|(_, _, tokens)| tokens.as_ref());
-                    ids.extend(tokens.flatten().map(|token| token.id));
+                    ids.extend(self.plain_ids(&run)?);
                 }
             }
         }
         Ok(ids)
+    }
+
+    /// The ids of `text` alone: no added tokens in it, and none around it.
+    fn plain_ids(&self, text: &str) -> Result<Vec<u32>, GenerateError> {
+        let pieces = self.plain(text).map_err(encode_error)?;
+        let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::None);
+        let tokens = splits.iter().filter_map(|(_, _, tokens)| tokens.as_ref());
+        Ok(tokens.flatten().map(|token| token.id).collect())
     }
 
     /// Tokenizes without looking for added tokens.

@@ -3,8 +3,8 @@
 
 use firesteel_checkpoint::{LayerKind, ModelConfig, Rope};
 use firesteel_generate::{
-    AddedTokens, Event, GenerateError, GenerateOptions, Generator, SamplingOptions, StopReason,
-    Tokenizer,
+    AddedTokens, Event, GenerateError, GenerateOptions, Generation, Generator, MODEL_FORWARD_MS,
+    MODEL_SAMPLE_MS, SamplingOptions, StepStats, StopReason, Tokenizer,
 };
 use firesteel_step::{
     CacheLayoutChoice, Embedding, Logits, Role, Runner, RunnerError, StepInputs, StepOptions,
@@ -224,8 +224,8 @@ fn sampling_never_takes_an_id_without_a_token() {
     let mut runner = Scripted::new(spec(1, 400, Logits::Last), |id| id + 1);
     let mut generator =
         Generator::new(&config(), &mut runner, &IdEmbedding).unwrap().with_tokenizer(&tokenizer);
-    let sampling = SamplingOptions { temperature: 30.0, top_k: 0, top_p: 1.0, seed: 5 };
-    let options = GenerateOptions { max_tokens: Some(300), sampling };
+    let sampling = SamplingOptions { temperature: 30.0, seed: 5, ..SamplingOptions::GREEDY };
+    let options = GenerateOptions { max_tokens: Some(300), sampling, ..Default::default() };
     let result = generator.generate(&[50], &options, &mut go).unwrap();
     assert!(result.ids.iter().all(|&id| tokenizer.has_token(id)));
     assert_eq!(generator.generate(&[50], &options, &mut go).unwrap().ids, result.ids);
@@ -260,8 +260,8 @@ fn events_carry_the_text_and_can_break_off() {
         [
             "Prefill { done: 1, total: 2 }".to_owned(),
             "Prefill { done: 2, total: 2 }".to_owned(),
-            format!("Token {{ id: 51, text: {shown:?} }}"),
-            "Token { id: 172, text: \"\" }".to_owned(),
+            format!("Token {{ id: 51, text: {shown:?}, logprobs: None }}"),
+            "Token { id: 172, text: \"\", logprobs: None }".to_owned(),
             "Tail { text: \"\u{fffd}\" }".to_owned(),
         ]
     );
@@ -271,6 +271,220 @@ fn events_carry_the_text_and_can_break_off() {
         assert_eq!((result.ids, result.stop), (ids, StopReason::Cancelled));
         assert_eq!(events.len(), stop_at);
     }
+}
+
+/// Counts up from 50 with `options`; returns the result and the shown text, token by token and the
+/// tail.
+fn counted(options: &GenerateOptions, tokenizer: &Tokenizer) -> (Generation, Vec<String>) {
+    let mut runner = Scripted::new(spec(1, 64, Logits::Last), |id| id + 1);
+    let mut generator =
+        Generator::new(&config(), &mut runner, &IdEmbedding).unwrap().with_tokenizer(tokenizer);
+    let mut shown = Vec::new();
+    let mut on_event = |event: Event<'_>| {
+        if let Event::Token { text, .. } | Event::Tail { text } = event {
+            shown.push(text.to_owned());
+        }
+        go(event)
+    };
+    let result = generator.generate(&[49, 50], options, &mut on_event).unwrap();
+    (result, shown)
+}
+
+#[test]
+fn text_ends_before_any_stop_string() {
+    let tokenizer = tokenizer();
+    let (free, _) = counted(&up_to(12), &tokenizer);
+    let whole = free.text.unwrap();
+    assert_eq!(whole.len(), 12, "each token is a character");
+    for start in 0..whole.len() {
+        for end in start + 1..=whole.len() {
+            let stop = vec!["no such text".to_owned(), whole[start..end].to_owned()];
+            let options = GenerateOptions { stop, ..up_to(12) };
+            let (result, shown) = counted(&options, &tokenizer);
+            let found = whole.find(&whole[start..end]).unwrap();
+            assert_eq!(result.text.as_deref(), Some(&whole[..found]));
+            assert_eq!(result.stop, StopReason::StopString(1));
+            assert_eq!(result.ids, free.ids[..found + end - start]);
+            assert_eq!(shown.concat(), whole[..found]);
+            assert_eq!(shown.len(), result.ids.len(), "there is no tail");
+        }
+    }
+    // What could have been the beginning of a stop string comes at the end.
+    let stop = vec![format!("{}!", &whole[9..])];
+    let (result, shown) = counted(&GenerateOptions { stop, ..up_to(12) }, &tokenizer);
+    assert_eq!((result.text.as_deref(), result.stop), (Some(&*whole), StopReason::MaxTokens));
+    assert_eq!(shown.last().map(String::as_str), Some(&whole[9..]));
+    // In the first tokens it is not looked for, nor across their end.
+    for (min_tokens, stopped) in [(3, true), (4, false), (5, false)] {
+        let stop = vec![whole[3..5].to_owned()];
+        let sampling = SamplingOptions { min_tokens, ..SamplingOptions::GREEDY };
+        let options = GenerateOptions { stop, sampling, ..up_to(12) };
+        let (result, _) = counted(&options, &tokenizer);
+        assert_eq!(result.stop == StopReason::StopString(0), stopped, "{min_tokens}");
+        assert_eq!(result.text.unwrap(), if stopped { &whole[..3] } else { &*whole });
+    }
+}
+
+#[test]
+fn stop_ids_end_the_sequence_and_have_no_text() {
+    let tokenizer = tokenizer();
+    let shown = tokenizer.decode(&[51]);
+    let options = GenerateOptions { stop_ids: vec![99, 52, EOS], ..up_to(12) };
+    let (result, _) = counted(&options, &tokenizer);
+    assert_eq!((result.ids, result.stop), (vec![51, 52], StopReason::StopId(52)));
+    assert_eq!(result.text.unwrap(), shown);
+    assert_eq!(
+        serde_json::to_string(&[StopReason::StopId(52), StopReason::MaxTokens]).unwrap(),
+        r#"[{"stop_id":52},"max_tokens"]"#
+    );
+    // An end token stays one, and neither comes before its time.
+    for (end, stop) in [(EOS, StopReason::EndOfSequence), (600, StopReason::StopId(600))] {
+        for min_tokens in [0, 1, 5] {
+            let next: fn(u32) -> u32 = if end == EOS { |_| EOS } else { |_| 600 };
+            let mut runner = Scripted::new(spec(1, 64, Logits::Last), next);
+            let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding)
+                .unwrap()
+                .with_tokenizer(&tokenizer);
+            let sampling = SamplingOptions { min_tokens, ..SamplingOptions::GREEDY };
+            let options = GenerateOptions { sampling, stop_ids: vec![EOS, 600], ..up_to(12) };
+            let result = generator.generate(&[50], &options, &mut go).unwrap();
+            assert_eq!((result.ids.len(), result.stop), (min_tokens + 1, stop));
+            assert_eq!(result.ids.iter().filter(|&&id| id == end).count(), 1);
+        }
+    }
+}
+
+#[test]
+fn log_probabilities_come_with_the_tokens() {
+    let tokenizer = tokenizer();
+    let mut runner = Scripted::new(spec(1, 64, Logits::Last), |id| id + 1);
+    let mut generator =
+        Generator::new(&config(), &mut runner, &IdEmbedding).unwrap().with_tokenizer(&tokenizer);
+    let options = GenerateOptions { top_logprobs: Some(2), ..up_to(3) };
+    let mut seen = Vec::new();
+    let mut on_event = |event: Event<'_>| {
+        if let Event::Token { id, logprobs, .. } = event {
+            let logprobs = logprobs.unwrap();
+            assert_eq!(logprobs.picked.id, id);
+            seen.push(logprobs.clone());
+        }
+        go(event)
+    };
+    let result = generator.generate(&[50], &options, &mut on_event).unwrap();
+    for (logprobs, id) in seen.iter().zip([51, 52, 53]) {
+        // All others have logit 0, and e^−50 is nothing next to 1.
+        assert_eq!((logprobs.picked.id, logprobs.picked.logprob), (id, 0.0));
+        let top: Vec<(u32, f32)> = logprobs.top.iter().map(|top| (top.id, top.logprob)).collect();
+        assert_eq!(top, [(id, 0.0), (0, -50.0)]);
+    }
+    let json = serde_json::to_value(&result).unwrap();
+    assert_eq!(json["logprobs"][0]["top"][1], serde_json::json!({"id": 0, "logprob": -50.0}));
+    assert_eq!(result.logprobs, Some(seen));
+    let plain = generator.generate(&[50], &up_to(3), &mut go).unwrap();
+    assert_eq!(plain.logprobs, None);
+    assert_eq!(serde_json::to_value(&plain).unwrap().get("logprobs"), None);
+}
+
+#[test]
+fn penalties_and_bad_words_reach_the_sampler() {
+    let tokenizer = tokenizer();
+    // Answers 60 for ever; the next largest logits are all 0.
+    let ids = |sampling: SamplingOptions, prompt: &[u32]| {
+        let mut runner = Scripted::new(spec(1, 64, Logits::Last), |_| 60);
+        let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding)
+            .unwrap()
+            .with_tokenizer(&tokenizer);
+        let options = GenerateOptions { sampling, ..up_to(3) };
+        generator.generate(prompt, &options, &mut go).unwrap().ids
+    };
+    let greedy = SamplingOptions::GREEDY;
+    assert_eq!(ids(greedy.clone(), &[50]), [60, 60, 60]);
+    let bad_words = vec![vec![50, 60], vec![60, 60], vec![0]];
+    assert_eq!(ids(SamplingOptions { bad_words, ..greedy.clone() }, &[50]), [1]);
+    let logit_bias = [(70, 52.0)].into();
+    let presence_penalty = 1.5;
+    let sampling = SamplingOptions { logit_bias, presence_penalty, ..greedy.clone() };
+    assert_eq!(ids(sampling, &[50]), [70, 70, 70]);
+    let logit_bias = [(70, 49.0)].into();
+    let sampling = SamplingOptions { logit_bias, presence_penalty, ..greedy.clone() };
+    assert_eq!(ids(sampling, &[60]), [60, 70, 60]);
+    let logit_bias = [(70, 49.0)].into();
+    let sampling = SamplingOptions { logit_bias, repetition_penalty: 1.1, ..greedy };
+    assert_eq!(ids(sampling, &[60]), [70, 60, 60]);
+}
+
+#[test]
+fn bad_words_are_spelled_with_and_without_a_space() {
+    let tokenizer = tokenizer();
+    let words = tokenizer.bad_word("the").unwrap();
+    let texts: Vec<String> = words.iter().map(|word| tokenizer.decode(word)).collect();
+    assert_eq!(texts, ["the", " the"]);
+    // A spelling that ends in the other is not needed.
+    for word in ["7", "\n", "the quick", "🦀"] {
+        let words = tokenizer.bad_word(word).unwrap();
+        assert_eq!(tokenizer.decode(&words[0]), word);
+        assert!(words.iter().skip(1).all(|other| !other.ends_with(&words[0])));
+    }
+    let spelled = tokenizer.bad_word("<|Bot|>").unwrap();
+    assert!(spelled.iter().flatten().all(|&id| !tokenizer.is_added(id)));
+    assert!(tokenizer.bad_word("").is_err());
+}
+
+#[test]
+fn every_step_has_a_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut decode = Scripted::new(spec(1, 20, Logits::Last), |id| id + 1);
+    let mut prefill = Scripted::new(spec(4, 20, Logits::Last), |id| id + 1);
+    let mut stats = StepStats::create(folder.path()).unwrap();
+    let mut generator = Generator::new(&config(), &mut decode, &IdEmbedding)
+        .unwrap()
+        .with_prefill(&mut prefill)
+        .unwrap()
+        .with_step_stats(&mut stats);
+    let prompt: Vec<u32> = (100..109).collect();
+    generator.generate(&prompt, &up_to(3), &mut go).unwrap();
+    let (path, summary) = stats.finish().unwrap();
+    let lines: Vec<serde_json::Value> = fs_err::read_to_string(path)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    // (tokens, position, whether it was sampled)
+    let expected = [(4, 0, false), (4, 4, false), (1, 8, true), (1, 9, true), (1, 10, true)];
+    assert_eq!(lines.len(), expected.len() + 1);
+    let cache_bytes = spec(1, 20, Logits::Last).cache_bytes();
+    for (line, (tokens, position, sampled)) in lines.iter().zip(expected) {
+        assert_eq!((&line["tokens"], &line["position"]), (&tokens.into(), &position.into()));
+        assert_eq!(line["cache_bytes"], cache_bytes);
+        assert!(line[MODEL_FORWARD_MS].as_f64().unwrap() >= 0.0);
+        assert_eq!(line.get(MODEL_SAMPLE_MS).is_some(), sampled);
+    }
+    assert_eq!((summary.steps, summary.tokens), (5, 11));
+    let counts: Vec<(&str, usize)> =
+        summary.times.iter().map(|(key, times)| (*key, times.count)).collect();
+    assert_eq!(counts, [(MODEL_FORWARD_MS, 5), (MODEL_SAMPLE_MS, 3)]);
+    assert_eq!(lines[5]["summary"], serde_json::to_value(&summary).unwrap());
+}
+
+#[test]
+fn options_that_contradict_are_refused() {
+    let mut runner = Scripted::new(spec(1, 16, Logits::Last), |id| id + 1);
+    let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding).unwrap();
+    let mut error = |options: GenerateOptions| message(generator.generate(&[5], &options, &mut go));
+    let sampling = SamplingOptions { min_tokens: 4, ..SamplingOptions::GREEDY };
+    assert_eq!(
+        error(GenerateOptions { sampling, ..up_to(3) }),
+        "min_tokens is 4, but at most max_tokens, 3, is accepted"
+    );
+    assert_eq!(
+        error(GenerateOptions { stop: vec!["a".into()], ..up_to(3) }),
+        "a stop string is \"a\", but without a tokenizer there is no text; use stop_ids"
+    );
+    assert_eq!(
+        error(GenerateOptions { stop_ids: vec![2052], ..up_to(3) }),
+        "an id of stop_ids is 2052, but ids below 2052, the size of the vocabulary, are accepted"
+    );
+    assert!(runner.steps.is_empty());
 }
 
 #[test]
@@ -287,7 +501,7 @@ fn prompts_that_cannot_run_are_refused() {
     );
     assert_eq!(error(&[5, 2052]), "prompt[1] is id 2052, but the embedding has 2052 rows");
     let sampling = SamplingOptions { top_p: 0.0, ..SamplingOptions::GREEDY };
-    let options = GenerateOptions { max_tokens: None, sampling };
+    let options = GenerateOptions { sampling, ..Default::default() };
     assert!(message(generator.generate(&[5], &options, &mut go)).starts_with("top_p is 0"));
     assert!(runner.steps.is_empty());
 }
