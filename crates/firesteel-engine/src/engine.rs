@@ -50,7 +50,7 @@ impl Engine {
     /// Executes one step of `spec`, which fits this model.
     fn step(&self, spec: &StepSpec, inputs: &StepInputs<'_>) -> Result<StepOutputs, EngineError> {
         let config = self.checkpoint.config();
-        let mut outputs = Outputs { spec, tensors: vec![None; spec.outputs.len()] };
+        let mut outputs = Outputs::new(spec);
         let mut hidden: Vec<f64> =
             input(spec, inputs, Role::Embedding)?.iter().copied().map(f64::from).collect();
         let weights = self.checkpoint.layers().iter().skip(spec.first_layer);
@@ -213,7 +213,7 @@ impl<'a> LayerStep<'a> {
 }
 
 /// The values of the input with `role`, as f32.
-fn input<'a>(
+pub(crate) fn input<'a>(
     spec: &StepSpec,
     inputs: &StepInputs<'a>,
     role: Role,
@@ -234,14 +234,22 @@ fn add(values: &mut [f64], change: &[f64]) {
 }
 
 /// The outputs of a step while they are made.
-struct Outputs<'a> {
+pub(crate) struct Outputs<'a> {
     spec: &'a StepSpec,
     tensors: Vec<Option<Tensor>>,
 }
 
-impl Outputs<'_> {
+impl<'a> Outputs<'a> {
+    pub(crate) fn new(spec: &'a StepSpec) -> Self {
+        Self { spec, tensors: vec![None; spec.outputs.len()] }
+    }
+
     /// Makes the output with `role`, if the step has one.
-    fn put(&mut self, role: Role, values: impl FnOnce() -> Vec<f32>) -> Result<(), EngineError> {
+    pub(crate) fn put(
+        &mut self,
+        role: Role,
+        values: impl FnOnce() -> Vec<f32>,
+    ) -> Result<(), EngineError> {
         for (declared, tensor) in self.spec.outputs.iter().zip(&mut self.tensors) {
             if declared.role == role {
                 let shape = declared.shape.clone();
@@ -252,7 +260,7 @@ impl Outputs<'_> {
         Ok(())
     }
 
-    fn finish(self) -> Result<StepOutputs, EngineError> {
+    pub(crate) fn finish(self) -> Result<StepOutputs, EngineError> {
         let mut tensors = Vec::with_capacity(self.tensors.len());
         for (declared, tensor) in self.spec.outputs.iter().zip(self.tensors) {
             tensors.push(tensor.ok_or(EngineError::Missing { role: declared.role })?);

@@ -11,16 +11,19 @@
 //! [`StepSpec`]: firesteel_step::StepSpec
 
 mod attention;
+mod cpu;
 mod embedding;
 mod engine;
 mod fit;
 mod math;
 
+pub use cpu::{CpuModel, CpuRunner};
 pub use embedding::CheckpointEmbedding;
 pub use engine::{Engine, EngineOptions, EngineRunner};
 pub use math::Gelu;
 
-use firesteel_checkpoint::CheckpointError;
+use firesteel_checkpoint::{CheckpointError, LayerKind};
+use firesteel_kernels::KernelError;
 use firesteel_step::{Role, RunnerError, StepError};
 use firesteel_tensor::TensorError;
 
@@ -55,6 +58,20 @@ pub enum EngineError {
     /// A weight cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A mask is no causal one, which the kernels need.
+    #[error(
+        "the mask of {kind} layers lets token {token} of the step see what a causal mask does not; \
+         use the engine runner for such masks"
+    )]
+    Mask {
+        /// Layers that the mask is for.
+        kind: LayerKind,
+        /// Token of the step.
+        token: usize,
+    },
+    /// A kernel refuses a shape, or its threads failed.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
     /// A tensor has the wrong type or length.
     #[error(transparent)]
     Tensor(#[from] TensorError),

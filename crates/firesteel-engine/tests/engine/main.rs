@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed helper is a failed test")]
 
 mod contract;
+mod cpu;
 mod sequence;
 mod steps;
 mod support;
