@@ -1,5 +1,5 @@
 use crate::manifest::{KvBytesEntry, ModelEntry};
-use crate::open::hex;
+use crate::open::{data_hash, hex};
 use crate::{
     Artifact, ArtifactError, DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry,
     GraphRole, HeadSource, MANIFEST, Manifest,
@@ -68,23 +68,30 @@ pub fn export(
 ) -> Result<Artifact, ArtifactError> {
     let ExportRequest { checkpoint, options, .. } = request;
     let built = build(checkpoint, options)?;
-    let replace = if request.force { Replace::IfItHolds(MANIFEST) } else { Replace::Never };
+    refuse_source(checkpoint, out)?;
+    let replace = if request.force { Replace::If(&Manifest::owns) } else { Replace::Never };
     let staged = StagedFolder::create(out, replace)?;
     let plan = WritePlan::new(model_files(&built, options), raw_files(request)?)?;
     let total = plan.data_bytes();
     // Hashing reads what converting reads, so it runs beside it while the pages are warm.
     let weight_files: Vec<&CheckpointFile> =
         checkpoint.files().iter().filter(|file| file.name != COPIED[0]).collect();
+    let hash = || weight_files.iter().map(|file| hash_file(file)).collect::<Vec<FileHash>>();
     let (report, hashes) = std::thread::scope(|scope| {
-        let hashing = scope.spawn(|| weight_files.iter().map(|file| hash_file(file)).collect());
+        let hashing = std::thread::Builder::new().spawn_scoped(scope, hash);
         let report = plan.write(staged.path(), request.threads, &|done| progress(done, total));
-        (report, hashing.join())
+        (report, hashing.map(|thread| thread.join()))
     });
     let report = report?;
-    let hashes = hashes.map_err(|_| std::io::Error::other("the hashing thread failed"))?;
+    let hashes = match hashes {
+        Ok(Ok(hashes)) => hashes,
+        // Where no thread can be had, or it failed, it is done after the fact.
+        _ => hash(),
+    };
     let graphs = graph_entries(&built, &report, staged.path())?;
     let copied = copy_files(checkpoint, staged.path())?;
-    let manifest = manifest(request, &built, Parts { report, hashes, graphs, copied })?;
+    let data = data_entries(&report, staged.path())?;
+    let manifest = manifest(request, &built, Parts { data, hashes, graphs, copied })?;
     let text = serde_json::to_vec_pretty(&manifest).map_err(std::io::Error::other)?;
     fs::write(staged.path().join(MANIFEST), text)?;
     verify(&Artifact::open(staged.path())?)?;
@@ -165,6 +172,29 @@ fn graph_entries(
     Ok(entries)
 }
 
+fn data_entries(report: &WriteReport, folder: &Path) -> Result<Vec<DataEntry>, ArtifactError> {
+    report
+        .data
+        .iter()
+        .map(|file| {
+            let xxh3 = data_hash(&folder.join(&file.name))?;
+            Ok(DataEntry { file: file.name.clone(), bytes: file.bytes, xxh3 })
+        })
+        .collect()
+}
+
+/// Refuses an output folder that holds the checkpoint, which `--force` would remove.
+fn refuse_source(checkpoint: &Checkpoint, out: &Path) -> Result<(), ArtifactError> {
+    let (Some(source), Ok(out)) = (checkpoint.path(), fs::canonicalize(out)) else {
+        return Ok(());
+    };
+    if !fs::canonicalize(source)?.starts_with(&out) {
+        return Ok(());
+    }
+    let problem = "holds the checkpoint; choose another folder".into();
+    Err(ArtifactError::Content { file: out, problem })
+}
+
 fn hash_file(file: &CheckpointFile) -> FileHash {
     FileHash {
         name: file.name.clone(),
@@ -201,7 +231,7 @@ fn copy_files(checkpoint: &Checkpoint, folder: &Path) -> Result<Vec<FileHash>, A
 
 /// What was written.
 struct Parts {
-    report: WriteReport,
+    data: Vec<DataEntry>,
     hashes: Vec<FileHash>,
     graphs: Vec<GraphEntry>,
     copied: Vec<FileHash>,
@@ -260,12 +290,7 @@ fn manifest(
             graph_inputs: built.spec.cache_bytes() as u64,
         },
         graphs: parts.graphs,
-        data: parts
-            .report
-            .data
-            .into_iter()
-            .map(|file| DataEntry { file: file.name, bytes: file.bytes })
-            .collect(),
+        data: parts.data,
         embedding: embedding_entry(request, head, options.precision.dtype()),
         copied: parts.copied,
     })

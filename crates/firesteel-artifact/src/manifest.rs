@@ -150,6 +150,8 @@ pub struct DataEntry {
     pub file: String,
     /// Length.
     pub bytes: u64,
+    /// XXH3-128 of the content, in hexadecimal: finds damage, proves no origin.
+    pub xxh3: String,
 }
 
 /// The embedding table in the artifact.
@@ -195,6 +197,34 @@ impl Manifest {
         self.options.logits != Logits::Hidden
     }
 
+    /// Names of all files of the artifact, the manifest's own included.
+    fn files(&self) -> Vec<&str> {
+        let mut files = vec![MANIFEST];
+        files.extend(self.graphs.iter().map(|graph| graph.file.as_str()));
+        files.extend(self.data.iter().map(|data| data.file.as_str()));
+        files.extend(self.copied.iter().map(|copied| copied.name.as_str()));
+        files
+    }
+
+    /// Whether `folder` is an artifact and nothing else, so that nothing is lost with it.
+    ///
+    /// # Errors
+    /// A clause that says what it is or holds besides.
+    pub fn owns(folder: &Path) -> Result<(), String> {
+        let manifest = Self::read(folder).map_err(|_| "is no firesteel artifact".to_owned())?;
+        let files = manifest.files();
+        let entries = fs::read_dir(folder).map_err(|error| format!("cannot be read: {error}"))?;
+        for entry in entries {
+            let entry = entry.map_err(|error| format!("cannot be read: {error}"))?;
+            let name = entry.file_name();
+            if !name.to_str().is_some_and(|name| files.contains(&name)) {
+                let name = name.to_string_lossy().into_owned();
+                return Err(format!("holds {name:?}, which is no part of the artifact"));
+            }
+        }
+        Ok(())
+    }
+
     /// Reads and checks the manifest of a folder.
     ///
     /// # Errors
@@ -227,14 +257,15 @@ impl Manifest {
         let manifest: Self =
             serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
         manifest.step.validate()?;
-        let names = (manifest.graphs.iter().map(|graph| &graph.file))
-            .chain(manifest.data.iter().map(|data| &data.file))
-            .chain(manifest.embedding.iter().filter_map(|entry| match entry {
-                EmbeddingEntry::File { file, .. } => Some(file),
-                EmbeddingEntry::Initializer { .. } => None,
+        let names =
+            manifest.files().into_iter().chain(manifest.embedding.iter().filter_map(|entry| {
+                match entry {
+                    EmbeddingEntry::File { file, .. } => Some(file.as_str()),
+                    EmbeddingEntry::Initializer { .. } => None,
+                }
             }));
         for name in names {
-            if Path::new(name).file_name().is_none_or(|plain| plain != name.as_str()) {
+            if Path::new(name).file_name().is_none_or(|plain| plain != name) {
                 return Err(problem(format!("{name:?} is not a bare file name")));
             }
         }

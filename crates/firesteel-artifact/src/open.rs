@@ -24,7 +24,8 @@ impl Artifact {
         path.join(MANIFEST).is_file()
     }
 
-    /// Opens a folder: reads the manifest and compares the files with it.
+    /// Opens a folder: reads the manifest and compares the files with it; of the weights only the
+    /// length, see [`Artifact::verify`].
     ///
     /// # Errors
     /// When the manifest is not understood, or a graph or data file is missing or another.
@@ -36,14 +37,42 @@ impl Artifact {
         }
         for graph in &artifact.manifest.graphs {
             artifact.check_length(&graph.file, graph.bytes)?;
-            let file = folder.join(&graph.file);
-            let actual = hex(&Sha256::digest(fs::read(&file)?));
-            if actual != graph.sha256 {
-                let problem = format!("SHA-256 is {actual}, the manifest has {}", graph.sha256);
+            artifact.check_sha256(&graph.file, &graph.sha256)?;
+        }
+        for copied in &artifact.manifest.copied {
+            artifact.check_length(&copied.name, copied.bytes)?;
+            artifact.check_sha256(&copied.name, &copied.sha256)?;
+        }
+        Ok(artifact)
+    }
+
+    /// Reads every file and compares it with its hash in the manifest.
+    ///
+    /// # Errors
+    /// The first file that is not what was written.
+    pub fn verify(&self) -> Result<(), ArtifactError> {
+        for data in &self.manifest.data {
+            let file = self.folder.join(&data.file);
+            let actual = data_hash(&file)?;
+            if actual != data.xxh3 {
+                let problem = format!(
+                    "is damaged: XXH3 is {actual}, the manifest has {}; export it again",
+                    data.xxh3
+                );
                 return Err(ArtifactError::Content { file, problem });
             }
         }
-        Ok(artifact)
+        Ok(())
+    }
+
+    fn check_sha256(&self, name: &str, expected: &str) -> Result<(), ArtifactError> {
+        let file = self.folder.join(name);
+        let actual = hex(&Sha256::digest(fs::read(&file)?));
+        if actual == expected {
+            return Ok(());
+        }
+        let problem = format!("SHA-256 is {actual}, the manifest has {expected}");
+        Err(ArtifactError::Content { file, problem })
     }
 
     fn check_length(&self, name: &str, bytes: u64) -> Result<(), ArtifactError> {
@@ -228,6 +257,12 @@ impl Embedding for ArtifactEmbedding {
         }
         Ok(())
     }
+}
+
+/// XXH3-128 of a file.
+pub(crate) fn data_hash(path: &Path) -> Result<String, ArtifactError> {
+    let bytes = MappedFile::open(path)?.bytes();
+    Ok(format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes)))
 }
 
 /// Lower-case hexadecimal.

@@ -301,6 +301,13 @@ impl StepSpec {
                 return option(what, value.to_string(), "1 to 2^24 is accepted");
             }
         }
+        if self.tokens > self.context {
+            return option(
+                "tokens",
+                self.tokens.to_string(),
+                "a step of more tokens than the context can hold never runs",
+            );
+        }
         if self.first_layer > LENGTH_LIMIT {
             return option("first_layer", self.first_layer.to_string(), "at most 2^24 is accepted");
         }
@@ -361,7 +368,8 @@ impl StepSpec {
             let sizes = ours.iter().map(|tensor| tensor.dtype.byte_count(&tensor.shape));
             let total = sizes.into_iter().try_fold(0usize, |sum, size| sum.checked_add(size?));
             if total.is_none_or(|total| total > BYTES_LIMIT) {
-                return option(what, "their size".into(), "at most 1 TiB is accepted");
+                let size = total.map_or("beyond 64 bits".into(), |total| format!("{total} bytes"));
+                return option(what, size, "at most 1 TiB together is accepted");
             }
         }
         Ok(())
