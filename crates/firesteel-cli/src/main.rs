@@ -31,6 +31,9 @@ enum Command {
 /// Exit code for the user's input: a bad argument, file or result.
 const USER: u8 = 1;
 
+/// Exit code after a signal, as shells give it for SIGINT.
+const INTERRUPTED: i32 = 130;
+
 /// Exit code for our own fault.
 const OURS: u8 = 2;
 
@@ -47,6 +50,12 @@ fn main() -> ExitCode {
             return ExitCode::from(if failed { USER } else { 0 });
         }
     };
+    // What is half written goes, whichever signal ends the program. Without a handler (no thread
+    // can be had) the next run removes it.
+    let _ = ctrlc::set_handler(|| {
+        firesteel_checkpoint::remove_staged();
+        std::process::exit(INTERRUPTED);
+    });
     let mut printer = Printer::new();
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match cli.command {
         Command::Inspect(command) => command.run(&mut printer),

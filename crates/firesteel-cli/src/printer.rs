@@ -38,7 +38,7 @@ impl Printer {
     /// Says a warning.
     pub(crate) fn warn(&mut self, line: &str) {
         let label = if self.colour { "\x1b[33mwarning\x1b[0m" } else { "warning" };
-        self.talk(&format!("{label}: {line}"));
+        self.talk(&format!("{label}: {}", plain(line)));
     }
 
     /// Says an error and its causes, each once.
@@ -55,8 +55,25 @@ impl Printer {
             }
         }
         let label = if self.colour { "\x1b[31merror\x1b[0m" } else { "error" };
-        self.talk(&format!("{label}: {message}"));
+        self.talk(&format!("{label}: {}", plain(&message)));
     }
+}
+
+/// Longest message, in characters.
+const MESSAGE_LIMIT: usize = 4000;
+
+/// A message that may quote a file: what a terminal would act on is escaped, and it ends somewhere.
+fn plain(message: &str) -> String {
+    let mut text = String::new();
+    for c in message.chars().take(MESSAGE_LIMIT) {
+        let acts = c.is_control() && c != '\n';
+        let reorders = matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        if acts || reorders { text.extend(c.escape_unicode()) } else { text.push(c) }
+    }
+    if message.chars().nth(MESSAGE_LIMIT).is_some() {
+        text.push('…');
+    }
+    text
 }
 
 /// Whether an error comes from a reader that closed its end.

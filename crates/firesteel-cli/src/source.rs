@@ -1,21 +1,24 @@
 //! What a path on the command line is, and how to run it.
 
 use crate::printer::Printer;
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, HeadRunner};
 use firesteel_checkpoint::{Checkpoint, ModelConfig};
-use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
+use firesteel_engine::{CheckpointEmbedding, CpuModel, Engine, EngineOptions};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Embedding, Runner, RunnerError, StepSpec};
 use firesteel_tensor::TensorView;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Who executes steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RunnerKind {
-    /// The CPU engine, from a checkpoint.
+    /// The CPU's kernels, from a checkpoint: f32, quantized products for quantized weights.
+    Cpu,
+    /// The reference engine in f64, from a checkpoint.
     Engine,
     /// The graph evaluator, from an artifact.
     Evaluator,
@@ -51,9 +54,10 @@ impl Source {
         Ok(Self::Checkpoint(Arc::new(checkpoint)))
     }
 
-    /// The runner that this source has by itself.
-    pub(crate) fn default_runner(&self) -> RunnerKind {
+    /// The runner that this source has by itself: for a checkpoint the exact one, or the fast one.
+    pub(crate) fn default_runner(&self, fast: bool) -> RunnerKind {
         match self {
+            Self::Checkpoint(_) if fast => RunnerKind::Cpu,
             Self::Checkpoint(_) => RunnerKind::Engine,
             Self::Artifact(_) => RunnerKind::Evaluator,
         }
@@ -78,18 +82,51 @@ impl Source {
                 let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
                 Ok(Box::new(engine.runner(spec)?))
             }
+            (Self::Checkpoint(checkpoint), RunnerKind::Cpu) => {
+                let Some(spec) = spec else { bail!("the kernels need to know the step") };
+                let mut spec = spec.clone();
+                if layer_outputs {
+                    spec = spec.with_layer_outputs();
+                }
+                Ok(Box::new(CpuModel::new(Arc::clone(checkpoint), None)?.runner(spec)?))
+            }
             (Self::Checkpoint(_), _) => bail!(
                 "a checkpoint has no graph to run on {}; export it first, or use --runner engine",
                 name(kind)
             ),
-            (Self::Artifact(_), RunnerKind::Engine) => bail!(
-                "the engine runs checkpoints, and this is an artifact; use --runner evaluator or \
+            (Self::Artifact(_), RunnerKind::Engine | RunnerKind::Cpu) => bail!(
+                "cpu and engine run checkpoints, and this is an artifact; use --runner evaluator or \
                  --runner ort"
             ),
             (Self::Artifact(artifact), RunnerKind::Evaluator) => {
                 Ok(artifact.evaluator(layer_outputs)?)
             }
             (Self::Artifact(artifact), RunnerKind::Ort) => ort_runner(artifact, layer_outputs, ort),
+        }
+    }
+
+    /// Runners of a checkpoint that decode `spec` and take the prompt in steps of `chunk`, over one
+    /// copy of what is prepared; of an artifact, which has one step, only the first.
+    pub(crate) fn generators(
+        &self,
+        kind: RunnerKind,
+        spec: &StepSpec,
+        chunk: &StepSpec,
+        ort: &OrtArgs,
+    ) -> anyhow::Result<(Box<dyn Runner>, Option<Box<dyn Runner>>)> {
+        match (self, kind) {
+            (Self::Checkpoint(checkpoint), RunnerKind::Cpu) => {
+                let model = CpuModel::new(Arc::clone(checkpoint), None)?;
+                Ok((
+                    Box::new(model.runner(spec.clone())?),
+                    Some(Box::new(model.runner(chunk.clone())?)),
+                ))
+            }
+            (Self::Checkpoint(_), _) => Ok((
+                self.runner(kind, Some(spec), false, ort)?,
+                Some(self.runner(kind, Some(chunk), false, ort)?),
+            )),
+            (Self::Artifact(_), _) => Ok((self.runner(kind, None, false, ort)?, None)),
         }
     }
 
@@ -120,8 +157,24 @@ impl Source {
     }
 }
 
+/// Longest text that is read from a file.
+const TEXT_LIMIT: u64 = 16 << 20;
+
+/// A text file of the user's, bounded.
+pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
+    let mut text = String::new();
+    let file = fs_err::File::open(path)?;
+    let read = file.take(TEXT_LIMIT + 1).read_to_string(&mut text);
+    let read = read.with_context(|| format!("{} cannot be read as text", path.display()))?;
+    if read as u64 > TEXT_LIMIT {
+        bail!("{} is longer than {TEXT_LIMIT} bytes", path.display());
+    }
+    Ok(text)
+}
+
 fn name(kind: RunnerKind) -> &'static str {
     match kind {
+        RunnerKind::Cpu => "the CPU's kernels",
         RunnerKind::Engine => "the engine",
         RunnerKind::Evaluator => "the evaluator",
         RunnerKind::Ort => "ONNX Runtime",

@@ -2,7 +2,7 @@ use super::check::{CheckArgs, check_and_print};
 use crate::printer::{Printer, mebibytes};
 use crate::progress::ByteProgress;
 use crate::source::Source;
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{ExportRequest, HeadSource, Manifest, export};
 use firesteel_check::CheckReport;
@@ -113,7 +113,7 @@ enum LogitsOf {
 /// The report on stdout.
 #[derive(Debug, Serialize)]
 struct Report {
-    path: PathBuf,
+    path: String,
     context: usize,
     tokens: usize,
     layers: usize,
@@ -185,8 +185,15 @@ impl Export {
             threads: threads(),
         };
         let progress = |done, total| bar.set(done, total);
-        let artifact = export(&request, &self.out, &progress)
-            .with_context(|| format!("{} was not written", self.out.display()))?;
+        let artifact = export(&request, &self.out, &progress).map_err(|error| {
+            let hint = if self.force || !self.out.exists() {
+                ""
+            } else {
+                " (--force replaces an artifact)"
+            };
+            anyhow::Error::from(error)
+                .context(format!("{} was not written{hint}", self.out.display()))
+        })?;
         drop(bar);
         let mut report = report(&self.out, artifact.manifest());
         if !self.json {
@@ -264,7 +271,7 @@ fn layer_range(text: &str, config: &ModelConfig) -> anyhow::Result<Range<usize>>
 fn report(path: &Path, manifest: &Manifest) -> Report {
     let kv = &manifest.kv_bytes;
     Report {
-        path: path.to_owned(),
+        path: path.display().to_string(),
         context: manifest.step.context,
         tokens: manifest.step.tokens,
         layers: manifest.step.layers.len(),
@@ -291,7 +298,7 @@ fn report(path: &Path, manifest: &Manifest) -> Report {
 }
 
 fn print(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
-    printer.line(format!("wrote {}", report.path.display()))?;
+    printer.line(format!("wrote {}", report.path))?;
     printer.line(format!(
         "{} layers from {}, context {}, {} token{} a step, {} dialect, opset {}, {}",
         report.layers,

@@ -1,14 +1,13 @@
 use crate::printer::Printer;
-use crate::source::{OrtArgs, RunnerKind, Source};
+use crate::source::{OrtArgs, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_generate::{
     AddedTokens, ChatTemplate, Conversation, Event, GenerateOptions, Generation, Generator,
-    Message, MessageRole, SamplingOptions, Tokenizer,
+    Message, MessageRole, SamplingOptions, StepStats, StopReason, Tokenizer,
 };
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
-use fs_err as fs;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,6 +21,7 @@ pub(crate) struct Generate {
     path: PathBuf,
     /// The prompt; with --chat the user's message
     #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_file", "messages"])]
+    #[arg(allow_hyphen_values = true)]
     prompt: Option<String>,
     /// File with the prompt
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "messages"])]
@@ -30,7 +30,7 @@ pub(crate) struct Generate {
     #[arg(long)]
     chat: bool,
     /// System message of the chat
-    #[arg(long, value_name = "TEXT", requires = "chat")]
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     system: Option<String>,
     /// JSON file with the tools that the chat may call, as in the OpenAI interface
     #[arg(long, value_name = "FILE", requires = "chat")]
@@ -56,21 +56,70 @@ pub(crate) struct Generate {
     /// Start of the random numbers
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Who executes the steps [default: engine for a checkpoint, evaluator for an artifact]
+    #[command(flatten)]
+    processors: Processors,
+    /// Print the log-probabilities of each token and of the N most probable ones; needs --json
+    #[arg(long, value_name = "N", requires = "json")]
+    top_logprobs: Option<usize>,
+    /// Write a file with a line of JSON for each step, and a summary, to this folder
+    #[arg(long, value_name = "DIR", env = "FIRESTEEL_STEP_STATS_DIR")]
+    step_stats: Option<PathBuf>,
+    /// Who executes the steps [default: cpu for a checkpoint, evaluator for an artifact]
     #[arg(long, value_enum)]
     runner: Option<RunnerKind>,
     #[command(flatten)]
     ort: OrtArgs,
-    /// Context of a checkpoint; an artifact has its own
-    #[arg(long, value_name = "N", default_value_t = 4096)]
-    context: usize,
+    /// Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
     /// Print JSON with ids, text, stop reason and times, at the end
     #[arg(long)]
     json: bool,
 }
 
-/// Prompt tokens that the engine takes at once.
-const PREFILL: usize = 32;
+/// What changes or ends the text, besides the options of every model's advice.
+#[derive(Debug, Args)]
+struct Processors {
+    /// Keep the tokens at least this times as probable as the most probable one [default: the
+    /// model's advice]
+    #[arg(long)]
+    min_p: Option<f32>,
+    /// Divides the logits of tokens in prompt or text; 1 changes nothing [default: the model's
+    /// advice]
+    #[arg(long)]
+    repetition_penalty: Option<f32>,
+    /// Is taken from the logits of tokens in the text
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f32,
+    /// Is taken from a logit for each time that the token is in the text
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+    /// Is added to the logits of these ids
+    #[arg(long, value_name = "ID=BIAS", value_delimiter = ',', value_parser = logit_bias)]
+    logit_bias: Vec<(u32, f32)>,
+    /// Text that is not to be generated; may be repeated
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    bad_word: Vec<String>,
+    /// Fewest tokens before the model may end [default: the model's advice]
+    #[arg(long, value_name = "N")]
+    min_tokens: Option<usize>,
+    /// Stop before this text; may be repeated
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    stop: Vec<String>,
+    /// Stop at this id; may be repeated
+    #[arg(long, value_name = "ID")]
+    stop_id: Vec<u32>,
+}
+
+fn logit_bias(text: &str) -> Result<(u32, f32), String> {
+    let parts = text
+        .split_once('=')
+        .and_then(|(id, bias)| Some((id.trim().parse().ok()?, bias.trim().parse().ok()?)));
+    parts.ok_or_else(|| "an id, =, and a number are accepted, such as 17=-2.5".to_owned())
+}
+
+/// Prompt tokens that a checkpoint's runner takes at once.
+const PREFILL: usize = 64;
 
 impl Generate {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
@@ -81,16 +130,22 @@ impl Generate {
         let ids = self.prompt_ids(folder, &tokenizer)?;
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
-            sampling: self.sampling(&tokenizer, printer),
+            sampling: self.sampling(&tokenizer, printer)?,
+            stop: self.processors.stop.clone(),
+            stop_ids: self.processors.stop_id.clone(),
+            top_logprobs: self.top_logprobs,
         };
-        let kind = self.runner.unwrap_or(source.default_runner());
+        let kind = self.runner.unwrap_or(source.default_runner(true));
         let spec = match &source {
             Source::Artifact(artifact) => artifact.manifest().contract()?,
             Source::Checkpoint(_) => StepSpec::new(
                 &config,
                 &StepOptions {
                     tokens: 1,
-                    context: self.context,
+                    context: self.context.unwrap_or_else(|| {
+                        let wanted = ids.len().saturating_add(self.max_tokens).max(PREFILL);
+                        wanted.min(config.max_position_embeddings)
+                    }),
                     layers: 0..config.num_layers(),
                     cache_layout: Default::default(),
                     logits: Logits::Last,
@@ -110,18 +165,19 @@ impl Generate {
         let Some(embedding) = source.embedding()? else {
             bail!("the artifact has no embedding table; export with --embedding");
         };
-        let mut decode = source.runner(kind, Some(&spec), false, &self.ort)?;
-        let chunk = spec.with_tokens(PREFILL)?;
-        let mut prefill = match (&source, kind) {
-            (Source::Checkpoint(_), RunnerKind::Engine) => {
-                Some(source.runner(kind, Some(&chunk), false, &self.ort)?)
-            }
-            _ => None,
-        };
+        let chunk = spec.with_tokens(PREFILL.min(spec.context))?;
+        let (mut decode, mut prefill) = source.generators(kind, &spec, &chunk, &self.ort)?;
         let mut generator = Generator::new(&config, decode.as_mut(), embedding.as_ref())?
             .with_tokenizer(&tokenizer);
-        if let Some(prefill) = &mut prefill {
+        if let Some(prefill) = prefill.as_mut().filter(|_| chunk.tokens > 1) {
             generator = generator.with_prefill(prefill.as_mut())?;
+        }
+        let mut step_stats = match &self.step_stats {
+            Some(directory) => Some(StepStats::create(directory)?),
+            None => None,
+        };
+        if let Some(stats) = &mut step_stats {
+            generator = generator.with_step_stats(stats);
         }
         let mut failed = None;
         let generation = generator.generate(&ids, &options, &mut |event| {
@@ -139,7 +195,13 @@ impl Generate {
                     ControlFlow::Break(())
                 }
             }
-        })?;
+        });
+        match step_stats.map(StepStats::finish) {
+            Some(Ok((path, _))) => printer.talk(&format!("steps: {}", path.display())),
+            Some(Err(error)) => printer.warn(&format!("the steps are not complete: {error}")),
+            None => {}
+        }
+        let generation = generation?;
         if let Some(error) = failed {
             return Err(error.into());
         }
@@ -158,7 +220,7 @@ impl Generate {
         tokenizer: &Tokenizer,
     ) -> anyhow::Result<Vec<u32>> {
         let conversation = if let Some(file) = &self.messages {
-            let text = fs::read_to_string(file)?;
+            let text = read_text(file)?;
             let mut conversation: Conversation = serde_json::from_str(&text)
                 .with_context(|| format!("{} is no conversation", file.display()))?;
             conversation.add_generation_prompt = true;
@@ -166,7 +228,7 @@ impl Generate {
         } else if self.chat {
             let tools = match &self.tools {
                 None => Vec::new(),
-                Some(file) => serde_json::from_str(&fs::read_to_string(file)?)
+                Some(file) => serde_json::from_str(&read_text(file)?)
                     .with_context(|| format!("{} is no JSON list of tools", file.display()))?,
             };
             let mut messages = Vec::new();
@@ -197,26 +259,44 @@ impl Generate {
     fn prompt_text(&self) -> anyhow::Result<String> {
         match (&self.prompt, &self.prompt_file) {
             (Some(text), _) => Ok(text.clone()),
-            (None, Some(file)) => Ok(fs::read_to_string(file)?),
+            (None, Some(file)) => read_text(file),
             (None, None) => bail!("--prompt or --prompt-file is needed"),
         }
     }
 
     /// The model's advice, with what the command line says instead.
-    fn sampling(&self, tokenizer: &Tokenizer, printer: &mut Printer) -> SamplingOptions {
+    fn sampling(
+        &self,
+        tokenizer: &Tokenizer,
+        printer: &mut Printer,
+    ) -> anyhow::Result<SamplingOptions> {
         let advice = tokenizer.generation_config();
         if self.temperature.is_none() {
             for setting in &advice.unsupported {
                 printer.warn(&format!("generation_config.json: {setting} is not applied"));
             }
         }
-        let defaults = advice.sampling;
-        SamplingOptions {
+        let defaults = advice.sampling.clone();
+        let processors = &self.processors;
+        let mut bad_words = defaults.bad_words;
+        for word in &processors.bad_word {
+            bad_words.extend(tokenizer.bad_word(word)?);
+        }
+        Ok(SamplingOptions {
             temperature: self.temperature.unwrap_or(defaults.temperature),
             top_p: self.top_p.unwrap_or(defaults.top_p),
             top_k: self.top_k.unwrap_or(defaults.top_k),
+            min_p: processors.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: processors
+                .repetition_penalty
+                .unwrap_or(defaults.repetition_penalty),
+            presence_penalty: processors.presence_penalty,
+            frequency_penalty: processors.frequency_penalty,
+            logit_bias: processors.logit_bias.iter().copied().collect(),
+            bad_words,
+            min_tokens: processors.min_tokens.unwrap_or(defaults.min_tokens),
             seed: self.seed,
-        }
+        })
     }
 }
 
@@ -232,10 +312,12 @@ fn report(generation: &Generation, printer: &mut Printer) {
         stats.generated_tokens,
         rate(stats.decode_tokens_per_second()),
         match generation.stop {
-            firesteel_generate::StopReason::EndOfSequence => "stopped at an end token",
-            firesteel_generate::StopReason::MaxTokens => "stopped at --max-tokens",
-            firesteel_generate::StopReason::ContextFull => "stopped because the context is full",
-            firesteel_generate::StopReason::Cancelled => "stopped by the reader",
+            StopReason::EndOfSequence => "stopped at an end token",
+            StopReason::StopId(_) => "stopped at a --stop-id",
+            StopReason::StopString(_) => "stopped at a --stop",
+            StopReason::MaxTokens => "stopped at --max-tokens",
+            StopReason::ContextFull => "stopped because the context is full",
+            StopReason::Cancelled => "stopped by the reader",
         }
     ));
 }

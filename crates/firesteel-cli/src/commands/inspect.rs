@@ -18,6 +18,9 @@ pub(crate) struct Inspect {
     #[arg(long, value_name = "N,N,…", value_delimiter = ',')]
     #[arg(default_values_t = [4096, 32768, 131_072, 1_048_576])]
     context: Vec<usize>,
+    /// Read an artifact's weights whole and compare them with their hashes
+    #[arg(long)]
+    verify: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -26,7 +29,7 @@ pub(crate) struct Inspect {
 /// What a model is.
 #[derive(Debug, Serialize)]
 struct Report {
-    path: PathBuf,
+    path: String,
     model_type: String,
     hidden_size: usize,
     intermediate_size: usize,
@@ -119,6 +122,10 @@ impl Inspect {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         if Artifact::is_artifact(&self.path) {
             let artifact = Artifact::open(&self.path)?;
+            if self.verify {
+                artifact.verify()?;
+                printer.talk("all files are what was written");
+            }
             if self.json {
                 printer.json(artifact.manifest())?;
             } else {
@@ -197,7 +204,7 @@ impl Inspect {
             });
         }
         Ok(Report {
-            path: self.path.clone(),
+            path: self.path.display().to_string(),
             model_type: config.model_type.clone(),
             hidden_size: config.hidden_size,
             intermediate_size: config.intermediate_size,
@@ -303,7 +310,7 @@ fn print_model(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
     for warning in &report.warnings {
         printer.warn(warning);
     }
-    printer.line(format!("{}: {}", report.path.display(), report.model_type))?;
+    printer.line(format!("{}: {}", report.path, report.model_type))?;
     printer.line(format!(
         "{} parameters, hidden {}, feed-forward {}, {} heads over {} key/value heads of {}, \
          vocabulary {}, up to {} positions",

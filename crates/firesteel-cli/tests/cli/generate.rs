@@ -1,0 +1,410 @@
+use crate::support::{
+    advance, argument, changed_checkpoint, firesteel, refusal, spark_tiny, stdout,
+};
+use firesteel_checkpoint::Checkpoint;
+use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
+use firesteel_generate::{ToolCall, parse_tool_calls};
+use firesteel_step::{KvState, Logits, Role, Runner, StepOptions, StepSpec};
+use firesteel_tensor::DType;
+use serde_json::{Value, json};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+const SPARK_TINY: &str = "models/spark-tiny";
+
+/// Conversations with the reference's prompt and greedy answer.
+const GOLDEN: &str = include_str!("../../../firesteel-generate/tests/data/chat_golden.json");
+
+fn golden() -> Vec<Value> {
+    let cases: Vec<Value> = serde_json::from_str(GOLDEN).unwrap();
+    assert_eq!(cases.len(), 3);
+    cases
+}
+
+/// Writes `value` into `folder` and returns the path.
+fn write(folder: &Path, name: &str, value: &Value) -> String {
+    let file = folder.join(name);
+    std::fs::write(&file, value.to_string()).unwrap();
+    argument(&file).to_owned()
+}
+
+fn artifact(folder: &Path, name: &str, extra: &[&str]) -> String {
+    let out = folder.join(name);
+    let export = ["export", SPARK_TINY, "--out", argument(&out)];
+    stdout(&[&export[..], extra].concat());
+    argument(&out).to_owned()
+}
+
+/// The JSON report of a run.
+fn report(arguments: &[&str]) -> Value {
+    serde_json::from_str(&stdout(&[&["generate"], arguments, &["--json"]].concat())).unwrap()
+}
+
+fn ids(report: &Value) -> Vec<u64> {
+    report["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+}
+
+fn call(name: &str, arguments: &[(&str, &str)]) -> ToolCall {
+    let arguments = arguments.iter().map(|&(key, value)| (key.into(), value.into())).collect();
+    ToolCall { name: name.into(), arguments }
+}
+
+/// The calls that the trained model makes in the golden conversations.
+fn golden_calls() -> [ToolCall; 3] {
+    [
+        call("add_item", &[("item", "kobi"), ("count", "3")]),
+        call("send_message", &[("to", "Grace"), ("text", "I am late")]),
+        call("set_alarm", &[("hour", "16"), ("minute", "45")]),
+    ]
+}
+
+#[test]
+fn a_chat_with_tools_is_answered_by_a_call() {
+    let folder = tempfile::tempdir().unwrap();
+    for (number, (case, expected)) in golden().iter().zip(golden_calls()).enumerate() {
+        let conversation = &case["conversation"];
+        let tools = write(folder.path(), "tools.json", &conversation["tools"]);
+        let prompt = conversation["messages"][0]["content"].as_str().unwrap();
+        let arguments = [
+            "generate",
+            SPARK_TINY,
+            "--chat",
+            "--tools",
+            &tools,
+            "--prompt",
+            prompt,
+            "--temperature",
+            "0",
+        ];
+        let text = stdout(&arguments);
+        assert_eq!(parse_tool_calls(&text).unwrap(), [expected], "{number}: {text}");
+        // A prompt from a file is the same prompt.
+        let file = folder.path().join("prompt");
+        std::fs::write(&file, prompt).unwrap();
+        let arguments = [
+            "generate",
+            SPARK_TINY,
+            "--chat",
+            "--tools",
+            &tools,
+            "--prompt-file",
+            argument(&file),
+            "--temperature",
+            "0",
+        ];
+        assert_eq!(stdout(&arguments), text, "{number}");
+    }
+}
+
+#[test]
+fn every_runner_has_the_golden_answers() {
+    let folder = tempfile::tempdir().unwrap();
+    let portable = artifact(folder.path(), "portable", &["--context", "300"]);
+    let sharded = artifact(folder.path(), "sharded", &["--head-shards", "3", "--embedding"]);
+    let qnn = artifact(folder.path(), "qnn", &["--dialect", "qnn", "--cache-layout", "roll"]);
+    let runners: [(&str, &[&str]); 7] = [
+        (SPARK_TINY, &[]),
+        (SPARK_TINY, &["--context", "300"]),
+        (&portable, &[]),
+        (&portable, &["--runner", "ort"]),
+        (&sharded, &[]),
+        (&sharded, &["--runner", "ort"]),
+        (&qnn, &["--runner", "ort"]),
+    ];
+    for (number, case) in golden().iter().enumerate() {
+        let messages = write(folder.path(), "messages.json", &case["conversation"]);
+        for (path, options) in runners {
+            let about = format!("conversation {number}, {path} {options:?}");
+            let arguments =
+                [&[path, "--messages", &messages, "--temperature", "0"], options].concat();
+            let report = report(&arguments);
+            assert_eq!(report["ids"], case["greedy_ids"], "{about}");
+            assert_eq!(report["stop"], "end_of_sequence", "{about}");
+            let stats = &report["stats"];
+            let prompt = case["prompt_ids"].as_array().unwrap().len();
+            assert_eq!(stats["prompt_tokens"], prompt, "{about}");
+            assert_eq!(stats["generated_tokens"], ids(&report).len(), "{about}");
+            let calls = parse_tool_calls(report["text"].as_str().unwrap()).unwrap();
+            assert_eq!(calls, [golden_calls()[number].clone()], "{about}");
+        }
+    }
+}
+
+#[test]
+fn equal_seeds_make_equal_text_on_every_runner() {
+    let folder = tempfile::tempdir().unwrap();
+    let artifact = artifact(folder.path(), "artifact", &[]);
+    let runners: [(&str, &[&str]); 3] =
+        [(SPARK_TINY, &[]), (&artifact, &[]), (&artifact, &["--runner", "ort"])];
+    let mut texts = Vec::new();
+    for seed in ["1", "2"] {
+        let sample = |path: &str, options: &[&str]| {
+            let fixed = [
+                path,
+                "--prompt",
+                "One night",
+                "--seed",
+                seed,
+                "--temperature",
+                "1",
+                "--top-p",
+                "1",
+                "--top-k",
+                "0",
+                "--max-tokens",
+                "100",
+            ];
+            report(&[&fixed[..], options].concat())
+        };
+        let first = sample(SPARK_TINY, &[]);
+        for (path, options) in runners {
+            let other = sample(path, options);
+            assert_eq!(ids(&other), ids(&first), "seed {seed}, {path} {options:?}");
+            assert_eq!(other["text"], first["text"], "seed {seed}, {path} {options:?}");
+        }
+        texts.push(first["text"].clone());
+    }
+    assert_ne!(texts[0], texts[1]);
+}
+
+/// What is streamed is what is reported, and is UTF-8 however wild the sampling.
+#[test]
+fn streamed_text_is_the_reported_text() {
+    for seed in 0..6 {
+        let seed = seed.to_string();
+        let arguments = [
+            SPARK_TINY,
+            "--prompt",
+            "é漢",
+            "--seed",
+            &seed,
+            "--temperature",
+            "4",
+            "--top-p",
+            "1",
+            "--max-tokens",
+            "60",
+        ];
+        let output = firesteel(&[&["generate"], &arguments[..]].concat());
+        assert!(output.status.success());
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(text, format!("{}\n", report(&arguments)["text"].as_str().unwrap()));
+    }
+}
+
+#[test]
+fn times_go_to_stderr() {
+    let output = firesteel(&[
+        "generate",
+        SPARK_TINY,
+        "--prompt",
+        "One",
+        "--max-tokens",
+        "3",
+        "--temperature",
+        "0",
+    ]);
+    let talk = String::from_utf8(output.stderr).unwrap();
+    let mut settings = insta::Settings::clone_current();
+    settings.add_filter(r"\d+\.\d+", "[N]");
+    settings.bind(|| insta::assert_snapshot!(talk, @"2 prompt tokens at [N] tokens/s, first token after [N] s; 3 tokens at [N] tokens/s; stopped at --max-tokens"));
+}
+
+#[test]
+fn generation_stops_where_it_must() {
+    let folder = tempfile::tempdir().unwrap();
+    let artifact = artifact(folder.path(), "artifact", &["--context", "12"]);
+    let text = ["--prompt", "hi", "--temperature", "0"];
+    let run = |path: &str, options: &[&str]| report(&[&[path], &text[..], options].concat());
+    for runner in ["engine", "evaluator", "ort"] {
+        let (path, context): (&str, &[&str]) = match runner {
+            "engine" => (SPARK_TINY, &["--context", "12"]),
+            _ => (&artifact, &["--runner", runner]),
+        };
+        // One token of the prompt; the last token that is picked is not run.
+        let full = run(path, context);
+        assert_eq!(full["stop"], "context_full", "{runner}");
+        assert_eq!(full["stats"]["prompt_tokens"], 1, "{runner}");
+        assert_eq!(ids(&full).len(), 12, "{runner}");
+        assert_eq!(full["stats"]["decode_steps"], 11, "{runner}");
+        for most in [0, 1, 11, 12] {
+            let some = run(path, &[context, &["--max-tokens", &most.to_string()]].concat());
+            assert_eq!(some["stop"], "max_tokens", "{runner}");
+            assert_eq!(ids(&some), ids(&full)[..most], "{runner}");
+        }
+        // The prompt fills the context: one token can still be picked.
+        let whole = "hi".repeat(12);
+        let arguments = [&[path, "--prompt", &whole, "--temperature", "0"], context].concat();
+        let last = report(&arguments);
+        assert_eq!(last["stats"]["prompt_tokens"], 12, "{runner}");
+        assert_eq!((ids(&last).len(), &last["stop"]), (1, &json!("context_full")), "{runner}");
+        let over = "hi".repeat(13);
+        let arguments = [&["generate", path, "--prompt", &over], context].concat();
+        assert_eq!(
+            refusal(&arguments),
+            "error: the prompt has 13 tokens, but the context holds 12; shorten the prompt or use \
+             a larger context\n",
+            "{runner}"
+        );
+    }
+}
+
+#[test]
+fn artifacts_that_cannot_generate_say_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let cases: [(&[&str], &str); 6] = [
+        (
+            &["--no-lm-head"],
+            "the artifact has no vocabulary projection; export without --no-lm-head",
+        ),
+        (
+            &["--no-lm-head", "--embedding"],
+            "the artifact has no vocabulary projection; export without --no-lm-head",
+        ),
+        (&["--head-shards", "2"], "the artifact has no embedding table; export with --embedding"),
+        (&["--tokens", "4"], "the artifact takes 4 tokens a step; one for decoding has --tokens 1"),
+        (&["--layers", "0:2"], "the range of layers is 0..2, but generation needs 0..4"),
+        (&["--random-weights"], "tokenizer.json"),
+    ];
+    for (number, (options, expected)) in cases.into_iter().enumerate() {
+        let path = artifact(folder.path(), &number.to_string(), options);
+        for runner in ["evaluator", "ort"] {
+            let talk = refusal(&["generate", &path, "--prompt", "hi", "--runner", runner]);
+            assert!(talk.contains(expected), "{options:?}: {talk}");
+        }
+    }
+    let path = artifact(folder.path(), "good", &[]);
+    let talk = refusal(&["generate", &path, "--prompt", "hi", "--runner", "engine"]);
+    assert!(talk.contains("use --runner evaluator or --runner ort"), "{talk}");
+    for runner in ["evaluator", "ort"] {
+        let talk = refusal(&["generate", SPARK_TINY, "--prompt", "hi", "--runner", runner]);
+        assert!(talk.contains("export it first, or use --runner engine"), "{talk}");
+    }
+}
+
+/// A reader that has seen enough ends the generation, and that is no error.
+#[test]
+fn a_reader_may_leave() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_firesteel"))
+        .args(["generate", SPARK_TINY, "--prompt", "hi", "--temperature", "0"])
+        .args(["--max-tokens", "3000"])
+        .current_dir(crate::support::ROOT)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    let mut first = [0];
+    stdout.read_exact(&mut first).unwrap();
+    drop(stdout);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
+}
+
+/// Ids that the tokenizer of spark-tiny has.
+const TOKENS: usize = 2048;
+
+/// A copy of spark-tiny with 16 more rows of embedding than the tokenizer has tokens. Their logits
+/// are far larger than any other, half of them for any hidden state.
+fn padded(folder: &Path) -> PathBuf {
+    let to = folder.join("padded");
+    changed_checkpoint(
+        &spark_tiny(),
+        &to,
+        &|config| config["vocab_size"] = json!(TOKENS + 16),
+        &|name, shape, values| {
+            if name == "model.embedding.weight" {
+                shape[0] += 16;
+                for row in 0..16 {
+                    let sign = if row % 2 == 0 { 1.0 } else { -1.0 };
+                    values.extend(std::iter::repeat_n(300.0 * sign, shape[1]));
+                }
+            }
+        },
+    );
+    to
+}
+
+#[test]
+fn ids_without_a_token_are_never_sampled() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = padded(folder.path());
+
+    // The model itself would pick one of them.
+    let checkpoint = Arc::new(Checkpoint::open(&path).unwrap());
+    let options = StepOptions {
+        tokens: 1,
+        context: 8,
+        layers: 0..4,
+        cache_layout: Default::default(),
+        logits: Logits::Last,
+        dtype: DType::F32,
+    };
+    let spec = StepSpec::new(checkpoint.config(), &options).unwrap();
+    let engine = Engine::new(Arc::clone(&checkpoint), EngineOptions::default());
+    let mut runner = engine.runner(spec.clone()).unwrap();
+    let embedding = CheckpointEmbedding::new(checkpoint);
+    let mut state = KvState::new(runner.spec()).unwrap();
+    let outputs = advance(&mut runner, &embedding, &mut state, &[100]);
+    let logits = outputs.get(&spec, Role::Logits).unwrap().view().to_f32().unwrap().into_owned();
+    let largest = |logits: &[f32]| logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    assert_eq!(logits.len(), TOKENS + 16);
+    assert!(largest(&logits[TOKENS..]) > largest(&logits[..TOKENS]) + 20.0);
+
+    let out = folder.path().join("artifact");
+    stdout(&["export", argument(&path), "--context", "128", "--out", argument(&out)]);
+    let runners: [(&Path, &[&str]); 3] = [(&path, &[]), (&out, &[]), (&out, &["--runner", "ort"])];
+    for (path, options) in runners {
+        for sampling in [
+            &["--temperature", "0"][..],
+            &["--temperature", "1"],
+            &["--temperature", "8", "--top-p", "1"],
+            &["--temperature", "1", "--top-k", "3", "--seed", "5"],
+        ] {
+            let fixed = [argument(path), "--prompt", "One night", "--max-tokens", "40"];
+            let padded = report(&[&fixed[..], options, sampling].concat());
+            let ids = ids(&padded);
+            assert!(!ids.is_empty());
+            assert!(ids.iter().all(|&id| id < TOKENS as u64), "{options:?} {sampling:?}: {ids:?}");
+            // They change nothing else: the answer is that of the model without the rows.
+            let fixed = [SPARK_TINY, "--prompt", "One night", "--max-tokens", "40"];
+            let plain = report(&[&fixed[..], sampling].concat());
+            assert_eq!(plain["text"], padded["text"], "{options:?} {sampling:?}");
+        }
+    }
+}
+
+#[test]
+fn chat_options_reach_the_template() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = |extra: &[&str]| {
+        let fixed = [SPARK_TINY, "--chat", "--prompt", "Hello.", "--max-tokens", "0"];
+        let report = report(&[&fixed[..], extra].concat());
+        report["stats"]["prompt_tokens"].as_u64().unwrap()
+    };
+    let plain = tokens(&[]);
+    assert!(tokens(&["--system", "Be brief. Be kind."]) != plain);
+    // Without thinking the answer begins after the end of the thought.
+    let answer = |extra: &[&str]| {
+        let fixed = [SPARK_TINY, "--chat", "--prompt", "Hello.", "--temperature", "0"];
+        report(&[&fixed[..], extra].concat())["text"].as_str().unwrap().to_owned()
+    };
+    assert!(answer(&[]).contains("</think>"));
+    assert!(!answer(&["--no-thinking"]).contains("</think>"));
+    // A conversation in a file is the same conversation.
+    let messages = write(
+        folder.path(),
+        "messages.json",
+        &json!({"messages": [{"role": "user", "content": "Hello."}]}),
+    );
+    let file = report(&[SPARK_TINY, "--messages", &messages, "--temperature", "0"]);
+    assert_eq!(file["text"], answer(&[]));
+    // Text of a user that is spelled like the model's own tokens stays text.
+    let forged = [SPARK_TINY, "--chat", "--prompt", "<|Bot|>", "--max-tokens", "0"];
+    let forged = report(&forged)["stats"]["prompt_tokens"].as_u64().unwrap();
+    let word = [SPARK_TINY, "--chat", "--prompt", "B", "--max-tokens", "0"];
+    assert!(forged > report(&word)["stats"]["prompt_tokens"].as_u64().unwrap());
+}

@@ -6,5 +6,6 @@ mod artifact;
 mod commands;
 mod generate;
 mod golden;
+mod house;
 mod parity;
 mod support;

@@ -37,15 +37,24 @@ impl Golden {
     }
 
     pub(crate) fn f32(&self, name: &str) -> Vec<f32> {
-        self.bytes(name).chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        self.bytes(name)
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+            .collect()
     }
 
     pub(crate) fn f64(&self, name: &str) -> Vec<f64> {
-        self.bytes(name).chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect()
+        self.bytes(name)
+            .chunks_exact(8)
+            .map(|b| f64::from_le_bytes(b.try_into().unwrap()))
+            .collect()
     }
 
     pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
-        self.bytes(name).chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+        self.bytes(name)
+            .chunks_exact(4)
+            .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
+            .collect()
     }
 }
 
@@ -168,8 +177,9 @@ pub(crate) fn artifact_runners(artifact: &Artifact) -> Vec<Box<dyn Runner>> {
     let heads = artifact.manifest().graphs[1..].iter().map(|part| {
         let path = artifact.graph_path(part);
         let mut model = OrtModel::open(&path, &OrtOptions::default()).unwrap();
-        Box::new(move |hidden: TensorView<'_>| Ok(model.run(&[("hidden", hidden)]).unwrap().remove(0)))
-            as HeadRunner
+        Box::new(move |hidden: TensorView<'_>| {
+            Ok(model.run(&[("hidden", hidden)]).unwrap().remove(0))
+        }) as HeadRunner
     });
     let joined = artifact.join(Box::new(ort(artifact)), heads.collect()).unwrap();
     vec![artifact.evaluator(false).unwrap(), joined]
@@ -186,13 +196,16 @@ pub(crate) fn all_outputs(
     ids.chunks_exact(tokens).map(|ids| advance(runner, embedding, &mut state, ids)).collect()
 }
 
+/// Changes the shape and the values of the tensor of that name.
+type ChangeTensor<'a> = dyn Fn(&str, &mut Vec<usize>, &mut Vec<f32>) + 'a;
+
 /// Changes a checkpoint of one f32 or bf16 file: writes config.json with `config` applied and the
 /// tensors, as f32, with `change` applied to name, shape and values.
 pub(crate) fn changed_checkpoint(
     from: &Path,
     to: &Path,
     config: &dyn Fn(&mut Value),
-    change: &dyn Fn(&str, &mut Vec<usize>, &mut Vec<f32>),
+    change: &ChangeTensor<'_>,
 ) {
     copy_folder(from, to);
     let file = to.join("config.json");
@@ -217,7 +230,11 @@ pub(crate) fn changed_checkpoint(
         tensors.push((name.to_owned(), shape, data));
     }
     let views = tensors.iter().map(|(name, shape, data)| {
-        (name, safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), data).unwrap())
+        (
+            name,
+            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), data)
+                .unwrap(),
+        )
     });
     safetensors::serialize_to_file(views, None, &file).unwrap();
 }

@@ -1,8 +1,8 @@
-use super::export::threads;
-use super::synth::{WeightType, find_preset};
+use crate::commands::export::threads;
+use crate::commands::synth::{WeightType, find_preset};
 use crate::printer::{Printer, mebibytes};
 use anyhow::{Context as _, bail};
-use clap::{Args, Subcommand};
+use clap::Args;
 use firesteel_artifact::{ExportRequest, export};
 use firesteel_checkpoint::{Checkpoint, RandomWeights, SyntheticOptions, write_synthetic};
 use firesteel_export::{Dialect, ExportOptions, Gelu, Precision};
@@ -15,24 +15,12 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Measure this program on this machine.
-#[derive(Debug, Args)]
-pub(crate) struct Bench {
-    #[command(subcommand)]
-    what: What,
-}
-
-#[derive(Debug, Subcommand)]
-enum What {
-    Export(BenchExport),
-}
-
 /// Export against a plain writer of the same bytes, and the memory it takes.
 ///
 /// Both write to the disk that holds --dir and wait until the bytes are there. The plain writer
 /// copies one buffer from memory, sequentially. Runs alternate; the median ratio counts. A first pair that is not counted warms up.
 #[derive(Debug, Args)]
-struct BenchExport {
+pub(super) struct BenchExport {
     /// Checkpoint to export [default: one that is made, see --preset]
     checkpoint: Option<PathBuf>,
     /// Shape of the checkpoint that is made
@@ -75,16 +63,8 @@ struct Run {
 /// What the plain writer hands to the system at once.
 const BUFFER: usize = 8 << 20;
 
-impl Bench {
-    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        match self.what {
-            What::Export(bench) => bench.run(printer),
-        }
-    }
-}
-
 impl BenchExport {
-    fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+    pub(super) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         if self.runs == 0 {
             bail!("--runs 0: at least one run is needed");
         }
@@ -152,8 +132,7 @@ impl BenchExport {
             }
         }
         let mut ratios: Vec<f64> = report.runs.iter().map(|run| run.ratio).collect();
-        ratios.sort_by(f64::total_cmp);
-        report.ratio = ratios.get(ratios.len() / 2).copied().context("no run")?;
+        report.ratio = super::median(&mut ratios).context("no run")?;
         if self.json {
             printer.json(&report)?;
         } else {

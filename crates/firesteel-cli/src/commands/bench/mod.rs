@@ -1,0 +1,50 @@
+//! Measurements; one file each.
+
+mod decode;
+mod export;
+mod kernels;
+
+use crate::printer::Printer;
+use clap::{Args, Subcommand};
+use std::process::ExitCode;
+
+/// Measure this program on this machine.
+#[derive(Debug, Args)]
+pub(crate) struct Bench {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Export against a plain writer of the same bytes, and the memory it takes.
+    Export(export::BenchExport),
+    /// Every kernel against scalar and against the read bandwidth.
+    Kernels(kernels::BenchKernels),
+    /// Prompt and decoding speed of a checkpoint, against the read bandwidth.
+    Decode(decode::BenchDecode),
+}
+
+impl Bench {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        match self.what {
+            What::Export(bench) => bench.run(printer),
+            What::Kernels(bench) => bench.run(printer),
+            What::Decode(bench) => bench.run(printer),
+        }
+    }
+}
+
+/// Threads to measure with.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Bytes that are read to measure the bandwidth: far more than any cache holds.
+const BANDWIDTH_BYTES: usize = 1 << 30;
+
+/// The middle of an odd number of values, or the upper middle; `None` of none.
+fn median(values: &mut [f64]) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
