@@ -248,10 +248,10 @@ impl Manifest {
             return Err(problem("is not the manifest of a firesteel artifact".into()));
         }
         if version.format_version != Some(FORMAT_VERSION) {
+            let found = version.format_version.map_or("none".into(), |number| number.to_string());
             return Err(problem(format!(
-                "format_version {:?} is not known; this version reads {FORMAT_VERSION}; export \
-                 the artifact again",
-                version.format_version
+                "format_version is {found}; this program reads {FORMAT_VERSION}; export the \
+                 artifact again"
             )));
         }
         let manifest: Self =

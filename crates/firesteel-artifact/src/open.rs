@@ -19,9 +19,11 @@ pub struct Artifact {
 }
 
 impl Artifact {
-    /// Whether `path` is a folder with a manifest.
+    /// Whether `path` looks like an artifact: a folder with a manifest, and without the weights of
+    /// a checkpoint, whose folder may hold another program's manifest.
     pub fn is_artifact(path: &Path) -> bool {
-        path.join(MANIFEST).is_file()
+        let has = |name: &str| path.join(name).is_file();
+        has(MANIFEST) && !has("model.safetensors") && !has("model.safetensors.index.json")
     }
 
     /// Opens a folder: reads the manifest and compares the files with it; of the weights only the

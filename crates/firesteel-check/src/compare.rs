@@ -163,11 +163,35 @@ impl<'a> Side<'a> {
             self.state.prepare(&self.spec, x).map_err(|e| fail(&*self.runner, e.into()))?;
         let inputs = self.state.inputs(&self.spec, &prepared)?;
         let outputs = self.runner.step(&inputs).map_err(|e| fail(&*self.runner, e))?;
+        if let Some(error) = first_non_finite(&self.spec, &outputs) {
+            return Err(fail(&*self.runner, error.into()));
+        }
         self.state
             .commit(&self.spec, prepared, &outputs)
             .map_err(|e| fail(&*self.runner, e.into()))?;
         Ok(outputs)
     }
+}
+
+/// Place of an output in the order in which the step makes them, so that a cause comes before its
+/// effects.
+fn order(role: Role) -> usize {
+    match role {
+        Role::KeyNew(i) => 3 * i,
+        Role::ValueNew(i) => 3 * i + 1,
+        Role::LayerHidden(i) => 3 * i + 2,
+        _ => usize::MAX,
+    }
+}
+
+/// The earliest output that is not finite.
+fn first_non_finite(spec: &StepSpec, outputs: &StepOutputs) -> Option<StepError> {
+    let mut declared: Vec<_> = spec.outputs.iter().zip(outputs.tensors()).collect();
+    declared.sort_by_key(|(output, _)| order(output.role));
+    declared.into_iter().find_map(|(output, tensor)| {
+        let index = tensor.view().first_non_finite()?;
+        Some(StepError::NonFinite { name: output.name.clone(), index })
+    })
 }
 
 /// Runs `reference` and `test` on the same tokens and compares everything they return.
@@ -285,13 +309,11 @@ impl<'a> Tally<'a> {
             let Some(right) = test.get(test_spec, output.role) else { continue };
             let mut meter = SnrMeter::default();
             meter.add(&values(left.view())?, &values(right.view())?);
-            let (order, name) = match output.role {
-                Role::KeyNew(i) => (3 * i, output.name.clone()),
-                Role::ValueNew(i) => (3 * i + 1, output.name.clone()),
-                Role::LayerHidden(i) => (3 * i + 2, format!("layer {}", spec.first_layer + i)),
-                _ => (usize::MAX, output.name.clone()),
+            let name = match output.role {
+                Role::LayerHidden(i) => format!("layer {}", spec.first_layer + i),
+                _ => output.name.clone(),
             };
-            meters.push((order, name, output.role, meter));
+            meters.push((order(output.role), name, output.role, meter));
         }
         meters.sort_by_key(|(order, ..)| *order);
         let mut step_output = SnrMeter::default();

@@ -30,16 +30,24 @@ pub enum Replace<'a> {
     If(&'a dyn Fn(&Path) -> Result<(), String>),
 }
 
-/// Folders that are being written.
+/// Files and folders that are being written.
 static STAGED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Removes every folder that is being written, for a program that is about to end early.
+/// Removes every file and folder that is being written, for a program that is about to end early.
 pub fn remove_staged() {
     let mut staged = STAGED.lock().unwrap_or_else(PoisonError::into_inner);
     for path in staged.drain(..) {
         // Nothing can be done about an error here; the next process tries again.
-        let _ = fs::remove_dir_all(path);
+        let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     }
+}
+
+fn register(path: &Path) {
+    STAGED.lock().unwrap_or_else(PoisonError::into_inner).push(path.to_owned());
+}
+
+fn unregister(path: &Path) {
+    STAGED.lock().unwrap_or_else(PoisonError::into_inner).retain(|staged| staged != path);
 }
 
 /// An output file that appears complete or not at all, in the way of [`StagedFolder`].
@@ -72,7 +80,7 @@ impl StagedFile {
             }
         }
         fs::create_dir_all(&parent)?;
-        remove_abandoned(&parent, &prefix)?;
+        remove_abandoned(&parent, &prefix);
         for attempt in 0..1000u32 {
             let path = parent.join(attempt_name(&prefix, attempt));
             let file = match fs::File::create_new(&path) {
@@ -81,6 +89,7 @@ impl StagedFile {
             };
             // Between creation and lock another process may have taken it for abandoned.
             if file.file().try_lock().is_ok() && is_named(&file, &path)? {
+                register(&path);
                 return Ok(Self { path, target, replace: replace.is_some(), file });
             }
         }
@@ -106,6 +115,7 @@ impl StagedFile {
 
 impl Drop for StagedFile {
     fn drop(&mut self) {
+        unregister(&self.path);
         // After a commit there is none. About an error nothing is left to do.
         let _ = fs::remove_file(&self.path);
     }
@@ -120,7 +130,7 @@ impl StagedFolder {
         let (target, parent, prefix) = hidden_prefix(target)?;
         may_replace(&target, replace)?;
         fs::create_dir_all(&parent)?;
-        remove_abandoned(&parent, &prefix)?;
+        remove_abandoned(&parent, &prefix);
         for attempt in 0..1000u32 {
             let path = parent.join(attempt_name(&prefix, attempt));
             match fs::create_dir(&path) {
@@ -130,7 +140,7 @@ impl StagedFolder {
             // Between creation and lock another process may have taken it for abandoned.
             if let Some(lock) = lock(&path)? {
                 let replace = matches!(replace, Replace::If(_));
-                STAGED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
+                register(&path);
                 return Ok(Self { path, target, replace, _lock: lock });
             }
         }
@@ -163,7 +173,7 @@ impl StagedFolder {
 
 impl Drop for StagedFolder {
     fn drop(&mut self) {
-        STAGED.lock().unwrap_or_else(PoisonError::into_inner).retain(|path| *path != self.path);
+        unregister(&self.path);
         // Nothing is left to do about an error here; the next process tries again.
         let _ = fs::remove_dir_all(&self.path);
     }
@@ -178,8 +188,8 @@ fn hidden_prefix(target: &Path) -> io::Result<(PathBuf, PathBuf, OsString)> {
     let mut prefix = OsString::from(".");
     prefix.push(name);
     prefix.push(".partial-");
-    let parent = parent.to_owned();
-    Ok((target, parent, prefix))
+    // Without a trailing slash, which would follow a link.
+    Ok((parent.join(name), parent.to_owned(), prefix))
 }
 
 fn attempt_name(prefix: &OsStr, attempt: u32) -> OsString {
@@ -251,21 +261,22 @@ fn is_named(file: &fs::File, path: &Path) -> io::Result<bool> {
     }
 }
 
-fn remove_abandoned(parent: &Path, prefix: &OsStr) -> io::Result<()> {
-    for entry in fs::read_dir(parent)? {
-        let entry = entry?;
-        let (path, kind) = (entry.path(), entry.file_type()?);
-        let ours = entry.file_name().as_encoded_bytes().starts_with(prefix.as_encoded_bytes())
-            && (kind.is_dir() || kind.is_file());
-        // The lock is held while it is removed, so that nobody takes it meanwhile.
-        let Some(_lock) = (if ours { lock(&path)? } else { None }) else { continue };
-        if kind.is_dir() {
-            fs::remove_dir_all(path)?;
-        } else {
-            fs::remove_file(path)?;
+/// Removes what killed processes left. What cannot be removed, or is being removed by another
+/// process, stays for the next one.
+fn remove_abandoned(parent: &Path, prefix: &OsStr) {
+    let Ok(entries) = fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let ours = name.as_encoded_bytes().starts_with(prefix.as_encoded_bytes());
+        let Ok(kind) = entry.file_type() else { continue };
+        if !ours || !(kind.is_dir() || kind.is_file()) {
+            continue;
+        }
+        let path = entry.path();
+        if let Ok(Some(_lock)) = lock(&path) {
+            let _ = if kind.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         }
     }
-    Ok(())
 }
 
 fn sync_tree(folder: &Path) -> io::Result<()> {

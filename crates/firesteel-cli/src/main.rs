@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 /// Takes an on-device language model from its published checkpoint to the phone.
 #[derive(Debug, Parser)]
-#[command(name = "firesteel", version, max_term_width = 100)]
+#[command(name = "firesteel", version)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -40,7 +40,9 @@ const OURS: u8 = 2;
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("FIRESTEEL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("off"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let colour = Printer::new().colour();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    log.with_ansi(colour).init();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {

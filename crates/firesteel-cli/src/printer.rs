@@ -12,6 +12,11 @@ impl Printer {
         Self { colour: wanted && io::stderr().is_terminal() }
     }
 
+    /// Whether talk is coloured.
+    pub(crate) fn colour(&self) -> bool {
+        self.colour
+    }
+
     /// Writes a line of data.
     pub(crate) fn line(&mut self, line: impl AsRef<str>) -> io::Result<()> {
         self.data(&format!("{}\n", line.as_ref()))

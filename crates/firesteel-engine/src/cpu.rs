@@ -264,10 +264,10 @@ impl Runner for CpuRunner {
 
     fn step(&mut self, inputs: &StepInputs<'_>) -> Result<StepOutputs, RunnerError> {
         let inputs = StepInputs::new(&self.spec, inputs.tensors().to_vec())?;
-        Ok(self.run(&inputs).map_err(|error| match error {
+        self.run(&inputs).map_err(|error| match error {
             EngineError::Step(error) => RunnerError::Step(error),
             error => RunnerError::Failed { runner: NAME.into(), message: error.to_string() },
-        })?)
+        })
     }
 }
 

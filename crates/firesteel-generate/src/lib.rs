@@ -4,7 +4,8 @@
 //! A [`Tokenizer`] turns text into ids and ids into bytes, a [`ChatTemplate`] turns a
 //! [`Conversation`] into the ids of a prompt, a [`Sampler`] picks the next id from logits, and a
 //! [`Generator`] runs the steps. Each works without the others; a generator without a tokenizer
-//! works on ids alone.
+//! works on ids alone. So do [`StopStrings`], which end a text, [`PromptLookup`], which guesses
+//! how it goes on, and [`StepStats`], which writes down what the steps cost.
 
 mod chat;
 mod error;

@@ -35,7 +35,7 @@ pub(crate) struct Export {
     #[arg(long, value_name = "all|sliding|full|A:B", default_value = "all")]
     layers: String,
     /// Leave out the final norm and the vocabulary projection; the output is `hidden`
-    #[arg(long)]
+    #[arg(long, conflicts_with = "logits")]
     no_lm_head: bool,
     /// How sliding layers keep their window; auto is ring for sliding and roll for full layers
     #[arg(long, value_enum, default_value_t = Layout::Auto)]
@@ -139,6 +139,12 @@ impl Export {
         let (checkpoint, random_seed) = self.open(printer)?;
         let config = checkpoint.config();
         let layers = layer_range(&self.layers, config)?;
+        if self.context > config.max_position_embeddings {
+            printer.warn(&format!(
+                "--context {} is beyond the {} positions that the model claims",
+                self.context, config.max_position_embeddings
+            ));
+        }
         let logits = match (self.no_lm_head, self.logits) {
             (true, _) => Logits::Hidden,
             (false, LogitsOf::Last) => Logits::Last,

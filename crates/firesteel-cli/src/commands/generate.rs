@@ -127,6 +127,15 @@ impl Generate {
         let folder = source.folder().context("the weights are in no folder")?;
         let tokenizer = Tokenizer::open(folder)?;
         let config = source.config()?;
+        if self.no_thinking && !self.chat && self.messages.is_none() {
+            bail!("--no-thinking goes with --chat or --messages; a plain prompt says it itself");
+        }
+        if self.context.is_some_and(|context| context > config.max_position_embeddings) {
+            printer.warn(&format!(
+                "the context is beyond the {} positions that the model claims",
+                config.max_position_embeddings
+            ));
+        }
         let ids = self.prompt_ids(folder, &tokenizer)?;
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),

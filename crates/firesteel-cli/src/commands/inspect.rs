@@ -133,7 +133,8 @@ impl Inspect {
             }
             return Ok(ExitCode::SUCCESS);
         }
-        let (config, checkpoint, warnings) = if self.path.is_dir() {
+        let gguf = self.path.extension().is_some_and(|extension| extension == "gguf");
+        let (config, checkpoint, warnings) = if gguf || self.path.is_dir() {
             let checkpoint = Checkpoint::open(&self.path)?;
             let warnings = checkpoint.warnings().to_vec();
             (checkpoint.config().clone(), Some(checkpoint), warnings)
