@@ -440,12 +440,12 @@ const TAMPERINGS: &[Tampering] = &[
     Tampering {
         about: "a later version",
         change: |_, json| json["format_version"] = json!(2),
-        expected: "is not known; this version reads 1; export the artifact again",
+        expected: "this program reads 1; export the artifact again",
     },
     Tampering {
         about: "no version",
         change: |_, json| drop(json.as_object_mut().unwrap().shift_remove("format_version")),
-        expected: "is not known; this version reads 1; export the artifact again",
+        expected: "this program reads 1; export the artifact again",
     },
     Tampering {
         about: "a missing key",

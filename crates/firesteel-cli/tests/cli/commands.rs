@@ -284,7 +284,7 @@ fn help_of_check() {
               [default: 16]
 
           --min-snr <DB>
-              SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 50 for fp16, 35 for an approximate GELU]
+              SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU]
 
           --tie-margin <GAP>
               Logit gap below which a greedy choice is a tie
