@@ -23,7 +23,7 @@ enum Command {
     Synth(commands::synth::Synth),
     Export(commands::export::Export),
     Check(commands::check::Check),
-    Generate(commands::generate::Generate),
+    Generate(Box<commands::generate::Generate>),
     Bench(commands::bench::Bench),
     Setup(commands::setup::Setup),
 }

@@ -35,6 +35,14 @@ pub(crate) struct OrtArgs {
     pub(crate) ort: Option<PathBuf>,
 }
 
+/// The runners of a generation.
+pub(crate) struct Generators {
+    /// One token a step.
+    pub(crate) decode: Box<dyn Runner>,
+    /// Several tokens a step, for the prompt.
+    pub(crate) prefill: Option<Box<dyn Runner>>,
+}
+
 /// A checkpoint or an artifact.
 pub(crate) enum Source {
     Checkpoint(Arc<Checkpoint>),
@@ -113,20 +121,22 @@ impl Source {
         spec: &StepSpec,
         chunk: &StepSpec,
         ort: &OrtArgs,
-    ) -> anyhow::Result<(Box<dyn Runner>, Option<Box<dyn Runner>>)> {
+    ) -> anyhow::Result<Generators> {
         match (self, kind) {
             (Self::Checkpoint(checkpoint), RunnerKind::Cpu) => {
                 let model = CpuModel::new(Arc::clone(checkpoint), None)?;
-                Ok((
-                    Box::new(model.runner(spec.clone())?),
-                    Some(Box::new(model.runner(chunk.clone())?)),
-                ))
+                Ok(Generators {
+                    decode: Box::new(model.runner(spec.clone())?),
+                    prefill: Some(Box::new(model.runner(chunk.clone())?)),
+                })
             }
-            (Self::Checkpoint(_), _) => Ok((
-                self.runner(kind, Some(spec), false, ort)?,
-                Some(self.runner(kind, Some(chunk), false, ort)?),
-            )),
-            (Self::Artifact(_), _) => Ok((self.runner(kind, None, false, ort)?, None)),
+            (Self::Checkpoint(_), _) => Ok(Generators {
+                decode: self.runner(kind, Some(spec), false, ort)?,
+                prefill: Some(self.runner(kind, Some(chunk), false, ort)?),
+            }),
+            (Self::Artifact(_), _) => {
+                Ok(Generators { decode: self.runner(kind, None, false, ort)?, prefill: None })
+            }
         }
     }
 

@@ -251,8 +251,7 @@ impl Evaluator {
 fn dot(x: &[f64], w: &[f64]) -> f64 {
     let mut lanes = [0f64; 8];
     let (x_blocks, w_blocks) = (x.chunks_exact(8), w.chunks_exact(8));
-    let rest: f64 =
-        x_blocks.remainder().iter().zip(w_blocks.remainder()).map(|(x, w)| x * w).sum();
+    let rest: f64 = x_blocks.remainder().iter().zip(w_blocks.remainder()).map(|(x, w)| x * w).sum();
     for (x, w) in x_blocks.zip(w_blocks) {
         for ((lane, x), w) in lanes.iter_mut().zip(x).zip(w) {
             *lane += x * w;
@@ -460,8 +459,11 @@ fn matmul(
 mod tests {
     use super::*;
 
+    /// Shape and values.
+    type Input = (Vec<usize>, Vec<f32>);
+
     /// Runs one operator over constant-free inputs.
-    fn run(op: Op, inputs: &[(Vec<usize>, Vec<f32>)]) -> Vec<Vec<f32>> {
+    fn run(op: Op, inputs: &[Input]) -> Vec<Vec<f32>> {
         let mut graph = Graph::new("one");
         let ids: Vec<ValueId> = inputs
             .iter()
@@ -487,7 +489,7 @@ mod tests {
     #[test]
     fn operators_compute_what_their_definition_says() {
         let x = (vec![2, 3], vec![1., 2., 3., 4., 5., 6.]);
-        let cases: Vec<(Op, Vec<(Vec<usize>, Vec<f32>)>, Vec<Vec<f32>>)> = vec![
+        let cases: Vec<(Op, Vec<Input>, Vec<Vec<f32>>)> = vec![
             (
                 Op::Add,
                 vec![x.clone(), (vec![3], vec![10., 20., 30.])],

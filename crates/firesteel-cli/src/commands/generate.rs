@@ -1,5 +1,5 @@
 use crate::printer::Printer;
-use crate::source::{OrtArgs, RunnerKind, Source, read_text};
+use crate::source::{Generators, OrtArgs, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_generate::{
@@ -175,7 +175,8 @@ impl Generate {
             bail!("the artifact has no embedding table; export with --embedding");
         };
         let chunk = spec.with_tokens(PREFILL.min(spec.context))?;
-        let (mut decode, mut prefill) = source.generators(kind, &spec, &chunk, &self.ort)?;
+        let Generators { mut decode, mut prefill } =
+            source.generators(kind, &spec, &chunk, &self.ort)?;
         let mut generator = Generator::new(&config, decode.as_mut(), embedding.as_ref())?
             .with_tokenizer(&tokenizer);
         if let Some(prefill) = prefill.as_mut().filter(|_| chunk.tokens > 1) {
