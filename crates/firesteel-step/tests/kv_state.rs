@@ -1,6 +1,8 @@
 //! The cache state machine against a plain model: every key bears its position as its value, so
 //! what a query can see is read off the inputs of the step.
 
+#![allow(clippy::unwrap_used, reason = "a failed helper is a failed test")]
+
 use firesteel_checkpoint::{LayerKind, ModelConfig, Rope};
 use firesteel_step::{
     CacheLayoutChoice, KvState, Logits, Role, StepError, StepOptions, StepOutputs, StepSpec,

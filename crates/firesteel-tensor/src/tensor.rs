@@ -310,7 +310,7 @@ mod tests {
 
     #[test]
     fn unaligned_f32_bytes_are_converted() {
-        let mut bytes = vec![0u8; 9];
+        let mut bytes = [0u8; 9];
         bytes[1..5].copy_from_slice(&1.5f32.to_le_bytes());
         bytes[5..9].copy_from_slice(&(-2f32).to_le_bytes());
         let view = TensorView::new(DType::F32, &[2], &bytes[1..]).unwrap();

@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// type, and the tokenizer. It appears complete or not at all.
 #[derive(Debug, Args)]
 pub(crate) struct Export {
-    /// Checkpoint folder; with --random-weights also a config.json or the name of a preset
+    /// Checkpoint folder or GGUF file; with --random-weights also a config.json or a preset's name
     checkpoint: PathBuf,
     /// Folder to write
     #[arg(long, value_name = "DIR")]

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 /// Show what a checkpoint, a config.json or an artifact is.
 #[derive(Debug, Args)]
 pub(crate) struct Inspect {
-    /// Checkpoint folder, config.json or artifact folder
+    /// Checkpoint folder, GGUF file, config.json or artifact folder
     path: PathBuf,
     /// Contexts to give the KV cache's memory for
     #[arg(long, value_name = "N,N,…", value_delimiter = ',')]
@@ -230,7 +230,7 @@ impl Inspect {
 fn weight_report(weight: &Weight) -> WeightReport {
     WeightReport {
         name: weight.name().to_owned(),
-        dtype: weight.dtype().to_string(),
+        dtype: weight.format().to_string(),
         shape: weight.shape().to_vec(),
     }
 }
@@ -248,16 +248,13 @@ fn weights(checkpoint: &Checkpoint) -> Vec<&Weight> {
 fn dtypes(checkpoint: &Checkpoint) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for weight in weights(checkpoint) {
-        *counts.entry(weight.dtype().to_string()).or_insert(0) += 1;
+        *counts.entry(weight.format().to_string()).or_insert(0) += 1;
     }
     counts
 }
 
 fn stored_bytes(checkpoint: &Checkpoint) -> u64 {
-    weights(checkpoint)
-        .into_iter()
-        .map(|weight| weight.element_count() as u64 * weight.dtype().size() as u64)
-        .sum()
+    weights(checkpoint).into_iter().map(|weight| weight.stored_bytes() as u64).sum()
 }
 
 /// Elements and rows of a model's weights.
