@@ -1,7 +1,9 @@
 use crate::files::{JsonFile, special_tokens};
+use crate::gguf::{CHAT_TEMPLATE, GgufSource};
 use crate::guard::Guard;
 use crate::python::{JsonStyle, json_dumps, strftime, without_generation_blocks};
 use crate::{GenerateError, Tokenizer};
+use firesteel_checkpoint::GgufTokenizer;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, State, Value as JinjaValue};
@@ -149,11 +151,41 @@ impl ChatTemplate {
             Ok(source) => (path.display().to_string(), vec![(DEFAULT.to_owned(), source)]),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => (
                 format!("{}: chat_template", config.path.display()),
-                templates_of_config(&config)?
-                    .ok_or_else(|| GenerateError::NoTemplate { path: folder.into() })?,
+                templates_of_config(&config)?.ok_or_else(|| GenerateError::NoTemplate {
+                    path: folder.into(),
+                    places: "neither chat_template.jinja nor a chat_template in \
+                             tokenizer_config.json",
+                })?,
             ),
             Err(error) => return Err(error.into()),
         };
+        Self::new(origin, templates, special_tokens)
+    }
+
+    /// The template in the metadata of the GGUF file `origin`, with the spellings of its tokens
+    /// that begin and end a sequence as `bos_token` and `eos_token`.
+    ///
+    /// # Errors
+    /// When there is none, it does not parse, or one of the two ids has no token.
+    pub fn from_gguf(tokenizer: &GgufTokenizer, origin: &Path) -> Result<Self, GenerateError> {
+        let source = GgufSource { tokenizer, origin };
+        let template =
+            tokenizer.chat_template.clone().ok_or_else(|| GenerateError::NoTemplate {
+                path: origin.into(),
+                places: "no tokenizer.chat_template in its metadata",
+            })?;
+        let tokens = [("bos_token", source.bos()?), ("eos_token", source.eos()?)];
+        let special_tokens =
+            tokens.into_iter().filter_map(|(key, token)| Some((key.into(), token?.1.into())));
+        let name = format!("{}: {CHAT_TEMPLATE}", origin.display());
+        Self::new(name, vec![(DEFAULT.into(), template)], special_tokens.collect())
+    }
+
+    fn new(
+        origin: String,
+        templates: Vec<(String, String)>,
+        special_tokens: Map<String, Value>,
+    ) -> Result<Self, GenerateError> {
         let mut environment = environment().map_err(|error| template_error(&origin, &error))?;
         for (name, source) in templates {
             let source = without_generation_blocks(&source).into_owned();

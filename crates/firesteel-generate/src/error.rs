@@ -29,7 +29,7 @@ pub enum GenerateError {
         /// What is accepted.
         accepted: &'static str,
     },
-    /// tokenizer.json cannot be used.
+    /// The tokenizer of a file cannot be used.
     #[error("{}: {message}", path.display())]
     Tokenizer {
         /// The file.
@@ -43,15 +43,13 @@ pub enum GenerateError {
         /// What the tokenizer says.
         message: String,
     },
-    /// The folder has no chat template.
-    #[error(
-        "{} has no chat template: neither chat_template.jinja nor a chat_template in \
-         tokenizer_config.json; give a plain prompt instead",
-        path.display()
-    )]
+    /// The folder or file has no chat template.
+    #[error("{} has no chat template: {places}; give a plain prompt instead", path.display())]
     NoTemplate {
-        /// The folder.
+        /// The folder or file.
         path: PathBuf,
+        /// Where none was found.
+        places: &'static str,
     },
     /// The chat template does not parse, fails or raises.
     #[error("{origin}: {message}")]

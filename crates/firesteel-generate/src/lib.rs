@@ -11,6 +11,7 @@ mod chat;
 mod error;
 mod files;
 mod generate;
+mod gguf;
 mod guard;
 mod lookup;
 mod options;

@@ -1,5 +1,7 @@
 use crate::files::{JsonFile, special_tokens};
+use crate::gguf::GgufSource;
 use crate::{GenerateError, GenerationConfig, Utf8Stream};
+use firesteel_checkpoint::GgufTokenizer;
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
@@ -18,7 +20,7 @@ pub enum AddedTokens {
     Parse,
 }
 
-/// A byte-level BPE tokenizer with the token names and generation settings of its folder.
+/// A byte-level BPE tokenizer with the token names and generation settings of its folder or file.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     tokens: HashMap<u32, TokenBytes>,
@@ -59,6 +61,37 @@ impl Tokenizer {
             let message = "the decoder is not ByteLevel: only byte-level BPE is supported";
             return Err(failed(message.into()));
         }
+        let config = JsonFile::open_if_present(folder.join("tokenizer_config.json"))?;
+        let eos_token_id = special_tokens(&config)
+            .find(|(key, _)| *key == "eos_token")
+            .and_then(|(_, text)| inner.token_to_id(text));
+        let generation = GenerationConfig::open(folder)?;
+        Ok(Self::new(inner, eos_token_id, generation))
+    }
+
+    /// The tokenizer in the metadata of the GGUF file `origin`. Its generation settings are the
+    /// defaults, that is greedy, with the end-of-sequence id of the file.
+    ///
+    /// # Errors
+    /// When its pre-tokenizer is not known, tokens or merges contradict each other, or an id has
+    /// no token; the error names the key.
+    pub fn from_gguf(tokenizer: &GgufTokenizer, origin: &Path) -> Result<Self, GenerateError> {
+        let source = GgufSource { tokenizer, origin };
+        let inner = source.build()?;
+        source.bos()?;
+        let eos_token_id = source.eos()?.map(|(id, _)| id);
+        let generation = GenerationConfig {
+            eos_token_ids: eos_token_id.into_iter().collect(),
+            ..GenerationConfig::default()
+        };
+        Ok(Self::new(inner, eos_token_id, generation))
+    }
+
+    fn new(
+        inner: tokenizers::Tokenizer,
+        eos_token_id: Option<u32>,
+        generation: GenerationConfig,
+    ) -> Self {
         let alphabet = byte_alphabet();
         let mut tokens: HashMap<u32, TokenBytes> = HashMap::new();
         for (text, id) in inner.get_vocab(false) {
@@ -73,12 +106,7 @@ impl Tokenizer {
             tokens.insert(id, TokenBytes { bytes, added: true, hidden: token.special });
             added.push(token.content);
         }
-        let config = JsonFile::open_if_present(folder.join("tokenizer_config.json"))?;
-        let eos_token_id = special_tokens(&config)
-            .find(|(key, _)| *key == "eos_token")
-            .and_then(|(_, text)| inner.token_to_id(text));
-        let generation = GenerationConfig::open(folder)?;
-        Ok(Self { inner, tokens, added, eos_token_id, generation })
+        Self { inner, tokens, added, eos_token_id, generation }
     }
 
     /// The ids of a plain prompt, with what the tokenizer's post-processor adds (nothing in
@@ -201,7 +229,7 @@ impl Tokenizer {
         self.tokens.get(&id).is_some_and(|token| token.added)
     }
 
-    /// The id of the token spelled `text` in tokenizer.json.
+    /// The id of the token spelled `text` in the vocabulary.
     pub fn token_id(&self, text: &str) -> Option<u32> {
         self.inner.token_to_id(text)
     }
@@ -218,7 +246,7 @@ impl Tokenizer {
         ids.map(|id| self.has_token(id)).collect()
     }
 
-    /// Id of the `eos_token` of tokenizer_config.json.
+    /// Id of the `eos_token` of tokenizer_config.json, or that of the GGUF file.
     pub fn eos_token_id(&self) -> Option<u32> {
         self.eos_token_id
     }
@@ -235,7 +263,7 @@ fn encode_error(error: tokenizers::Error) -> GenerateError {
 
 /// The characters that stand for the 256 bytes in a byte-level vocabulary: printable Latin-1
 /// characters for themselves, U+0100 and following for the other bytes in order.
-fn byte_alphabet() -> HashMap<char, u8> {
+pub(crate) fn byte_alphabet() -> HashMap<char, u8> {
     let mut others = '\u{100}'..;
     (0..=u8::MAX)
         .filter_map(|byte| {

@@ -60,6 +60,7 @@ fn help_of_the_program() {
       inspect   Show what a checkpoint, a config.json or an artifact is
       synth     Write a checkpoint of a published shape with random weights
       export    Write the static decode-step graph of a checkpoint
+      quantize  Write a checkpoint as a GGUF file, quantized or not
       check     Compare two runners on the same tokens
       generate  Generate text
       bench     Measure this program on this machine
@@ -81,7 +82,7 @@ fn help_of_inspect() {
     Usage: firesteel inspect [OPTIONS] <PATH>
 
     Arguments:
-      <PATH>  Checkpoint folder, config.json or artifact folder
+      <PATH>  Checkpoint folder, GGUF file, config.json or artifact folder
 
     Options:
           --context <N,N,…>  Contexts to give the KV cache's memory for [default: 4096 32768 131072 1048576]
@@ -140,7 +141,7 @@ fn help_of_export() {
 
     Arguments:
       <CHECKPOINT>
-              Checkpoint folder; with --random-weights also a config.json or the name of a preset
+              Checkpoint folder or GGUF file; with --random-weights also a config.json or a preset's name
 
     Options:
           --out <DIR>

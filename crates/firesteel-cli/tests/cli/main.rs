@@ -5,6 +5,7 @@
 mod artifact;
 mod commands;
 mod generate;
+mod gguf;
 mod golden;
 mod house;
 mod parity;
