@@ -8,6 +8,7 @@ mod source;
 use clap::{Parser, Subcommand};
 use printer::Printer;
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 
 /// Takes an on-device language model from its published checkpoint to the phone.
 #[derive(Debug, Parser)]
@@ -28,6 +29,9 @@ enum Command {
     Bench(commands::bench::Bench),
     Setup(commands::setup::Setup),
 }
+
+/// What the last panic said, and where.
+static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
 /// Exit code for the user's input: a bad argument, file or result.
 const USER: u8 = 1;
@@ -59,6 +63,12 @@ fn main() -> ExitCode {
         firesteel_checkpoint::remove_staged();
         std::process::exit(INTERRUPTED);
     });
+    // A library may panic on a hostile file, which is caught and told as that file's error; what
+    // is not caught is told at the end.
+    std::panic::set_hook(Box::new(|panic| {
+        let mut last = PANIC.lock().unwrap_or_else(PoisonError::into_inner);
+        *last = Some(panic.to_string());
+    }));
     let mut printer = Printer::new();
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match cli.command {
         Command::Inspect(command) => command.run(&mut printer),
@@ -80,8 +90,11 @@ fn main() -> ExitCode {
             ExitCode::from(USER)
         }
         Err(_) => {
-            printer
-                .talk("error: firesteel failed; this is a fault of the program, please report it");
+            let last = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
+            printer.talk(&format!(
+                "error: firesteel failed; this is a fault of the program, please report it: {}",
+                last.unwrap_or_default()
+            ));
             ExitCode::from(OURS)
         }
     }

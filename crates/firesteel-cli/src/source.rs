@@ -4,8 +4,9 @@ use crate::printer::Printer;
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, HeadRunner};
-use firesteel_checkpoint::{Checkpoint, ModelConfig};
+use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
 use firesteel_engine::{CheckpointEmbedding, CpuModel, Engine, EngineOptions};
+use firesteel_generate::{ChatTemplate, Tokenizer};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Embedding, Runner, RunnerError, StepSpec};
 use firesteel_tensor::TensorView;
@@ -150,8 +151,39 @@ impl Source {
         })
     }
 
-    /// The folder, for the tokenizer; `None` for weights that are not on disk.
-    pub(crate) fn folder(&self) -> Option<&Path> {
+    /// The tokenizer of the folder or the GGUF file, if it has one.
+    pub(crate) fn tokenizer(&self) -> anyhow::Result<Option<Tokenizer>> {
+        if let (Some(path), Some(gguf)) = (self.path(), self.gguf_tokenizer()?) {
+            return Ok(Some(Tokenizer::from_gguf(&gguf, path)?));
+        }
+        match self.path() {
+            Some(folder) if folder.join("tokenizer.json").is_file() => {
+                Ok(Some(Tokenizer::open(folder)?))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The chat template of the folder or the GGUF file.
+    pub(crate) fn chat_template(&self) -> anyhow::Result<ChatTemplate> {
+        let Some(path) = self.path() else {
+            bail!("weights that are not on disk have no template")
+        };
+        Ok(match self.gguf_tokenizer()? {
+            Some(gguf) => ChatTemplate::from_gguf(&gguf, path)?,
+            None => ChatTemplate::open(path)?,
+        })
+    }
+
+    fn gguf_tokenizer(&self) -> anyhow::Result<Option<GgufTokenizer>> {
+        Ok(match self {
+            Self::Checkpoint(checkpoint) => checkpoint.gguf_tokenizer()?,
+            Self::Artifact(_) => None,
+        })
+    }
+
+    /// Where it is; `None` for weights that are not on disk.
+    fn path(&self) -> Option<&Path> {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint.path(),
             Self::Artifact(artifact) => Some(artifact.folder()),

@@ -28,6 +28,10 @@ pub(crate) const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 /// Characters of a value that an error shows.
 const SHOWN: usize = 60;
 
+/// Most bytes of all added tokens together. Models have some kilobytes of them; the automaton that
+/// looks for them takes a long time to build for many megabytes.
+const MAX_ADDED_BYTES: usize = 1 << 20;
+
 /// The patterns that the pre-tokenizer `spark2_5` splits at, one after the other, as in the
 /// tokenizer.json of the model.
 const SPARK_SPLITS: [&str; 3] = [
@@ -123,11 +127,17 @@ impl<'a> GgufSource<'a> {
         }
         let mut vocab = Vocab::new();
         let mut added = Vec::new();
+        let mut added_bytes = 0usize;
         for ((id, text), &kind) in (0u32..).zip(tokens).zip(token_types) {
             match kind {
                 GgufTokenizer::UNUSED => continue,
                 GgufTokenizer::NORMAL => {}
                 GgufTokenizer::CONTROL | GgufTokenizer::USER_DEFINED => {
+                    added_bytes = added_bytes.saturating_add(text.len());
+                    if added_bytes > MAX_ADDED_BYTES {
+                        let accepted = "the added tokens may have 1 MiB of text together";
+                        return Err(self.item_error(TOKENS, id, shown(text), accepted));
+                    }
                     let special = kind == GgufTokenizer::CONTROL;
                     added.push(AddedToken::from(text, special).normalized(false));
                 }

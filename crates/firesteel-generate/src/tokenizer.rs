@@ -52,8 +52,11 @@ impl Tokenizer {
         let path = folder.join("tokenizer.json");
         let bytes = fs_err::read(&path)?;
         let failed = |message| GenerateError::Tokenizer { path: path.clone(), message };
-        let mut inner =
-            tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| failed(e.to_string()))?;
+        // The library panics on some files that contradict themselves.
+        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(&bytes));
+        let mut inner = parsed
+            .map_err(|_| failed("it contradicts itself: merges and vocabulary do not fit".into()))?
+            .map_err(|e| failed(e.to_string()))?;
         // Both change what a text encodes to; a prompt must not be cut or filled in silence.
         inner.with_truncation(None).map_err(|e| failed(e.to_string()))?;
         inner.with_padding(None);

@@ -395,4 +395,11 @@ fn unusable_tokenizers_are_refused() {
     json["decoder"] = Value::Null;
     fs_err::write(&path, json.to_string()).unwrap();
     assert_eq!(error(), "FILE: the decoder is not ByteLevel: only byte-level BPE is supported");
+    // A merge longer than any token, on which the library panics.
+    let mut json: Value = serde_json::from_str(&text).unwrap();
+    let long = "<｜start▁of▁sentence｜>";
+    json["model"]["vocab"][long] = 0.into();
+    json["model"]["merges"] = serde_json::json!([[long, long]]);
+    fs_err::write(&path, json.to_string()).unwrap();
+    assert!(error().starts_with("FILE: "), "{}", error());
 }

@@ -226,6 +226,11 @@ fn metadata_that_cannot_be_used_is_refused() {
             "tokens[2000] is \"\", but a token has at least one character",
         ),
         (
+            |m| m.tokens[13] = "y".repeat(1 << 20),
+            "tokens[13] is \"yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\"…, but \
+             the added tokens may have 1 MiB of text together",
+        ),
+        (
             |m| m.tokens[2040] = m.tokens[3].clone(),
             "tokens[2040] is \"<think>\", as token 3 is, but no two ids may have the same token",
         ),

@@ -5,7 +5,7 @@ use clap::Args;
 use firesteel_artifact::Manifest;
 use firesteel_check::{CheckOptions, CheckReport, Feed, Snr, compare};
 use firesteel_export::{Gelu, Precision};
-use firesteel_generate::{AddedTokens, Tokenizer};
+use firesteel_generate::AddedTokens;
 use firesteel_step::{
     Embedding, KvState, Logits, Role, Runner, RunnerError, StepError, StepOptions, StepSpec,
 };
@@ -225,21 +225,21 @@ fn token_ids(
     let ids = if let Some(ids) = &args.ids {
         ids.clone()
     } else {
-        let folders = [reference.folder(), test.folder()];
-        let folder = folders.into_iter().flatten().find(|f| f.join("tokenizer.json").is_file());
-        match (folder, &args.prompt) {
-            (Some(folder), prompt) => {
+        let tokenizer = match reference.tokenizer()? {
+            Some(tokenizer) => Some(tokenizer),
+            None => test.tokenizer()?,
+        };
+        match (tokenizer, &args.prompt) {
+            (Some(tokenizer), prompt) => {
                 let text = match prompt {
                     Some(file) => read_text(file)?,
                     None => TEXT.to_owned(),
                 };
-                Tokenizer::open(folder)?.encode(&text, AddedTokens::AsText)?
+                tokenizer.encode(&text, AddedTokens::AsText)?
             }
-            (None, Some(file)) => bail!(
-                "--prompt {}: there is no tokenizer.json in the checkpoint or the artifact; give \
-                 --ids",
-                file.display()
-            ),
+            (None, Some(file)) => {
+                bail!("--prompt {}: neither side has a tokenizer; give --ids", file.display())
+            }
             (None, None) => spread_ids(args.steps.min(spec.context), spec.vocab_size),
         }
     };

@@ -3,8 +3,8 @@ use crate::source::{Generators, OrtArgs, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_generate::{
-    AddedTokens, ChatTemplate, Conversation, Event, GenerateOptions, Generation, Generator,
-    Message, MessageRole, SamplingOptions, StepStats, StopReason, Tokenizer,
+    AddedTokens, Conversation, Event, GenerateOptions, Generation, Generator, Message, MessageRole,
+    SamplingOptions, StepStats, StopReason, Tokenizer,
 };
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
@@ -124,8 +124,9 @@ const PREFILL: usize = 64;
 impl Generate {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let source = Source::open(&self.path, printer)?;
-        let folder = source.folder().context("the weights are in no folder")?;
-        let tokenizer = Tokenizer::open(folder)?;
+        let Some(tokenizer) = source.tokenizer()? else {
+            bail!("{} has no tokenizer", self.path.display());
+        };
         let config = source.config()?;
         if self.no_thinking && !self.chat && self.messages.is_none() {
             bail!("--no-thinking goes with --chat or --messages; a plain prompt says it itself");
@@ -136,7 +137,7 @@ impl Generate {
                 config.max_position_embeddings
             ));
         }
-        let ids = self.prompt_ids(folder, &tokenizer)?;
+        let ids = self.prompt_ids(&source, &tokenizer)?;
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
             sampling: self.sampling(&tokenizer, printer)?,
@@ -224,11 +225,7 @@ impl Generate {
         Ok(ExitCode::SUCCESS)
     }
 
-    fn prompt_ids(
-        &self,
-        folder: &std::path::Path,
-        tokenizer: &Tokenizer,
-    ) -> anyhow::Result<Vec<u32>> {
+    fn prompt_ids(&self, source: &Source, tokenizer: &Tokenizer) -> anyhow::Result<Vec<u32>> {
         let conversation = if let Some(file) = &self.messages {
             let text = read_text(file)?;
             let mut conversation: Conversation = serde_json::from_str(&text)
@@ -260,7 +257,7 @@ impl Generate {
                 if self.no_thinking {
                     conversation.enable_thinking = Some(false);
                 }
-                Ok(ChatTemplate::open(folder)?.encode(&conversation, tokenizer)?)
+                Ok(source.chat_template()?.encode(&conversation, tokenizer)?)
             }
             None => Ok(tokenizer.encode(&self.prompt_text()?, AddedTokens::Parse)?),
         }

@@ -113,3 +113,28 @@ fn quantized_files_stay_near_the_checkpoint() {
         assert!(kl <= kl_bar && bits <= bits_bar, "{arguments:?}: KL {kl:.2e}, {bits:.2} bits");
     }
 }
+
+#[test]
+fn a_gguf_file_alone_answers_with_the_golden_tool_call() {
+    let chats = Path::new(crate::support::ROOT)
+        .join("crates/firesteel-generate/tests/data/chat_golden.json");
+    let chats: Value = serde_json::from_slice(&std::fs::read(chats).unwrap()).unwrap();
+    let chat = &chats.as_array().unwrap()[0];
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("messages.json");
+    std::fs::write(&file, chat["conversation"].to_string()).unwrap();
+    let model = golden_path("llamacpp/spark-tiny-f16.gguf");
+    let output = stdout(&[
+        "generate",
+        model.to_str().unwrap(),
+        "--messages",
+        file.to_str().unwrap(),
+        "--temperature",
+        "0",
+        "--json",
+    ]);
+    let output: Value = serde_json::from_str(&output).unwrap();
+    let calls = firesteel_generate::parse_tool_calls(output["text"].as_str().unwrap()).unwrap();
+    assert_eq!(calls.len(), 1, "{output}");
+    assert_eq!(output["ids"], chat["greedy_ids"]);
+}
