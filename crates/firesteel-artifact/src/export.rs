@@ -68,7 +68,9 @@ pub fn export(
 ) -> Result<Artifact, ArtifactError> {
     let ExportRequest { checkpoint, options, .. } = request;
     let built = build(checkpoint, options)?;
-    refuse_source(checkpoint, out)?;
+    if request.force {
+        refuse_source(checkpoint, out)?;
+    }
     let replace = if request.force { Replace::If(&Manifest::owns) } else { Replace::Never };
     let staged = StagedFolder::create(out, replace)?;
     let plan = WritePlan::new(model_files(&built, options), raw_files(request)?)?;

@@ -177,6 +177,18 @@ proptest! {
         let history = vec![(keys.view(), values.view()); 2];
         state.seed(&history).unwrap();
         for tokens in chunks {
+            if tokens > context {
+                let options = StepOptions {
+                    tokens,
+                    context,
+                    layers: 0..2,
+                    cache_layout: layout,
+                    logits: Logits::Last,
+                    dtype: DType::F32,
+                };
+                prop_assert!(StepSpec::new(&config(window), &options).is_err());
+                continue;
+            }
             let step = spec(window, context, tokens, layout);
             if state.position() + tokens > context {
                 let x = vec![0.0; tokens * HIDDEN];

@@ -125,7 +125,10 @@ impl Generate {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let source = Source::open(&self.path, printer)?;
         let Some(tokenizer) = source.tokenizer()? else {
-            bail!("{} has no tokenizer", self.path.display());
+            bail!(
+                "{} has no tokenizer; a folder needs tokenizer.json, a GGUF file tokenizer.ggml.*",
+                self.path.display()
+            );
         };
         let config = source.config()?;
         if self.no_thinking && !self.chat && self.messages.is_none() {
