@@ -404,7 +404,7 @@ fn shapes_of_the_target_path() {
         (".", "exists already"),
         ("..", "is no name for something new"),
         ("nested/..", "is no name for something new"),
-        ("/", "/: holds the checkpoint; choose another folder"),
+        ("/", "is no name for something new"),
         ("", "a value is required for '--out <DIR>'"),
         ("file", "exists already"),
         ("file/below", "Not a directory"),
