@@ -447,7 +447,7 @@ fn help_of_bench() {
           --preset <PRESET>  Shape of the checkpoint that is made [default: spark-x2.5-1.7b]
           --dtype <DTYPE>    Element type of the checkpoint that is made [default: bf16] [possible values: bf16, f16, f32]
           --fp32             Export in 32 bits instead of 16
-          --runs <RUNS>      Pairs of runs [default: 5]
+          --runs <RUNS>      Pairs of runs; an even number [default: 6]
           --dir <DIR>        Folder for what is written; it is removed again [default: .]
           --json             Print JSON
       -h, --help             Print help

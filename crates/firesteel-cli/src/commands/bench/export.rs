@@ -18,7 +18,9 @@ use std::time::{Duration, Instant};
 /// Export against a plain writer of the same bytes, and the memory it takes.
 ///
 /// Both write to the disk that holds --dir and wait until the bytes are there. The plain writer
-/// copies one buffer from memory, sequentially. Runs alternate; the median ratio counts. A first pair that is not counted warms up.
+/// copies one buffer from memory, sequentially. Which of the two goes first alternates, and the
+/// ratio is the geometric mean of both orders' medians: on many disks the second of two pays for
+/// what the first has freed. A first pair that is not counted warms up.
 #[derive(Debug, Args)]
 pub(super) struct BenchExport {
     /// Checkpoint to export [default: one that is made, see --preset]
@@ -32,8 +34,8 @@ pub(super) struct BenchExport {
     /// Export in 32 bits instead of 16
     #[arg(long)]
     fp32: bool,
-    /// Pairs of runs
-    #[arg(long, default_value_t = 5)]
+    /// Pairs of runs; an even number
+    #[arg(long, default_value_t = 6)]
     runs: usize,
     /// Folder for what is written; it is removed again
     #[arg(long, value_name = "DIR", default_value = ".")]
@@ -47,7 +49,7 @@ pub(super) struct BenchExport {
 struct Report {
     bytes: u64,
     runs: Vec<Run>,
-    /// Median over the runs of export time / plain writer's time.
+    /// Export time over the plain writer's: geometric mean of the two orders' medians.
     ratio: f64,
     /// Largest anonymous resident memory of the process while exporting.
     peak_rss_anon_bytes: Option<u64>,
@@ -65,8 +67,8 @@ const BUFFER: usize = 8 << 20;
 
 impl BenchExport {
     pub(super) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        if self.runs == 0 {
-            bail!("--runs 0: at least one run is needed");
+        if self.runs == 0 || !self.runs.is_multiple_of(2) {
+            bail!("--runs {}: an even number is needed, half for each order", self.runs);
         }
         let scratch = tempfile::Builder::new().prefix(".firesteel-bench-").tempdir_in(&self.dir)?;
         let folder = match &self.checkpoint {
@@ -112,15 +114,16 @@ impl BenchExport {
                 let seconds = start.elapsed().as_secs_f64();
                 *peak = (*peak).max(memory.stop());
                 fs::remove_dir_all(&out)?;
+                settle(&scratch)?;
                 Ok((seconds, artifact.manifest().data.iter().map(|data| data.bytes).sum()))
             };
             // Neither side is always the one that finds the disk busy with the other's bytes.
             let (plain_seconds, export_seconds);
             if run % 2 == 0 {
                 (export_seconds, report.bytes) = timed_export(&mut report.peak_rss_anon_bytes)?;
-                plain_seconds = plain_write(&plain, report.bytes)?;
+                plain_seconds = plain_write(&plain, &scratch, report.bytes)?;
             } else {
-                plain_seconds = plain_write(&plain, report.bytes)?;
+                plain_seconds = plain_write(&plain, &scratch, report.bytes)?;
                 (export_seconds, report.bytes) = timed_export(&mut report.peak_rss_anon_bytes)?;
             }
             let ratio = export_seconds / plain_seconds;
@@ -131,13 +134,16 @@ impl BenchExport {
                 report.runs.push(Run { plain_seconds, export_seconds, ratio });
             }
         }
-        let mut ratios: Vec<f64> = report.runs.iter().map(|run| run.ratio).collect();
-        report.ratio = super::median(&mut ratios).context("no run")?;
+        let of_order = |order: usize| {
+            let runs = report.runs.iter().skip(order).step_by(2);
+            super::median(&mut runs.map(|run| run.ratio).collect::<Vec<f64>>()).context("no run")
+        };
+        report.ratio = (of_order(0)? * of_order(1)?).sqrt();
         if self.json {
             printer.json(&report)?;
         } else {
             printer.line(format!(
-                "{} written; export / plain writer {:.2} (median of {})",
+                "{} written; export / plain writer {:.2} ({} pairs)",
                 mebibytes(report.bytes),
                 report.ratio,
                 report.runs.len()
@@ -153,7 +159,7 @@ impl BenchExport {
 }
 
 /// Seconds that a sequential writer takes for `bytes` bytes until they are on the disk.
-fn plain_write(path: &Path, bytes: u64) -> anyhow::Result<f64> {
+fn plain_write(path: &Path, folder: &tempfile::TempDir, bytes: u64) -> anyhow::Result<f64> {
     // Not zeros, which some file systems store without writing.
     let buffer: Vec<u8> =
         (0..BUFFER as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
@@ -169,7 +175,13 @@ fn plain_write(path: &Path, bytes: u64) -> anyhow::Result<f64> {
     let seconds = start.elapsed().as_secs_f64();
     drop(file);
     fs::remove_file(path)?;
+    settle(folder)?;
     Ok(seconds)
+}
+
+/// Waits until what was removed is free again.
+fn settle(folder: &tempfile::TempDir) -> anyhow::Result<()> {
+    Ok(fs::File::open(folder.path())?.sync_all()?)
 }
 
 /// Samples the process's anonymous memory in a thread of its own.
