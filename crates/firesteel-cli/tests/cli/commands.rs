@@ -1362,7 +1362,7 @@ fn refusals() {
         ),
         (run(&["generate", SPARK_TINY, "--prompt", ""]), "the prompt is empty"),
         (run(&["generate", SPARK_TINY, "--prompt", "a", "--context", "0"]), "context is 0"),
-        (run(&["bench", "export", "--runs", "0"]), "--runs 0: at least one run is needed"),
+        (run(&["bench", "export", "--runs", "0"]), "--runs 0: an even number is needed"),
     ];
     let mut wrong = Vec::new();
     for (arguments, expected) in &cases {
