@@ -82,22 +82,18 @@ impl Source {
         ort: &OrtArgs,
     ) -> anyhow::Result<Box<dyn Runner>> {
         match (self, kind) {
-            (Self::Checkpoint(checkpoint), RunnerKind::Engine) => {
-                let Some(spec) = spec else { bail!("the engine needs to know the step") };
-                let mut spec = spec.clone();
-                if layer_outputs {
-                    spec = spec.with_layer_outputs();
+            (Self::Checkpoint(checkpoint), RunnerKind::Engine | RunnerKind::Cpu) => {
+                let Some(spec) = spec.cloned() else {
+                    bail!("{} needs to know the step", name(kind));
+                };
+                let spec = if layer_outputs { spec.with_layer_outputs() } else { spec };
+                if kind == RunnerKind::Cpu {
+                    return Ok(Box::new(
+                        CpuModel::new(Arc::clone(checkpoint), None)?.runner(spec)?,
+                    ));
                 }
                 let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
                 Ok(Box::new(engine.runner(spec)?))
-            }
-            (Self::Checkpoint(checkpoint), RunnerKind::Cpu) => {
-                let Some(spec) = spec else { bail!("the kernels need to know the step") };
-                let mut spec = spec.clone();
-                if layer_outputs {
-                    spec = spec.with_layer_outputs();
-                }
-                Ok(Box::new(CpuModel::new(Arc::clone(checkpoint), None)?.runner(spec)?))
             }
             (Self::Checkpoint(_), _) => bail!(
                 "a checkpoint has no graph to run on {}; export it first, or use --runner engine",

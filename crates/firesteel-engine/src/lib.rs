@@ -7,6 +7,9 @@
 //! the element type that the contract names. The result does not depend on the number of threads:
 //! every value is computed by one task in one fixed order.
 //!
+//! A [`CpuModel`] is the same model for the CPU's kernels, in f32 and with quantized products where
+//! the weights are quantized; its [`CpuRunner`]s are what generates.
+//!
 //! [`Checkpoint`]: firesteel_checkpoint::Checkpoint
 //! [`StepSpec`]: firesteel_step::StepSpec
 

@@ -1,7 +1,7 @@
 use crate::printer::{Printer, table};
 use crate::source::{OrtArgs, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
-use clap::Args;
+use clap::{Args, Parser};
 use firesteel_artifact::Manifest;
 use firesteel_check::{CheckOptions, CheckReport, Feed, Snr, compare};
 use firesteel_export::{Gelu, Precision};
@@ -69,20 +69,14 @@ pub(crate) struct CheckArgs {
 }
 
 impl Default for CheckArgs {
+    /// What an empty command line gives, so that `export --check` and `check` cannot differ.
     fn default() -> Self {
-        Self {
-            runner: None,
-            against_runner: None,
-            ort: OrtArgs { ort: None },
-            prompt: None,
-            ids: None,
-            steps: 96,
-            greedy: 32,
-            greedy_prompt: 16,
-            min_snr: None,
-            tie_margin: 1e-3,
-            no_layers: false,
+        #[derive(Parser)]
+        struct Alone {
+            #[command(flatten)]
+            args: CheckArgs,
         }
+        Alone::parse_from(["check"]).args
     }
 }
 
