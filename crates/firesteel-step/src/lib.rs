@@ -5,12 +5,14 @@
 //! ring, rolled and growing caches are filled.
 
 mod bytes;
+mod decoder;
 mod kv;
 mod rope;
 mod runner;
 mod spec;
 
 pub use bytes::{KvBytes, kv_bytes};
+pub use decoder::{Decoder, Wanted};
 pub use kv::{KvState, PreparedStep};
 pub use rope::rope_tables;
 pub use runner::{Embedding, Runner, RunnerError, StepInputs, StepOutputs};
