@@ -23,7 +23,8 @@ mod fit;
 mod math;
 
 pub use cpu::{
-    BatchEntry, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, SequenceOptions,
+    BatchEntry, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, PackedCache, PackedWeights,
+    SequenceOptions,
 };
 pub use embedding::CheckpointEmbedding;
 pub use engine::{Engine, EngineOptions, EngineRunner};
@@ -114,6 +115,9 @@ pub enum EngineError {
         /// How the caches store keys and values.
         format: KvFormat,
     },
+    /// The operating system refused; the message of the source names the path.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
     /// A kernel refuses a shape, or its threads failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),

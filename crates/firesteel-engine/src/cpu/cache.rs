@@ -9,6 +9,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 use std::fmt;
 use std::ops::Range;
+use std::str::FromStr;
 
 /// Positions of a sliding layer that lie together. What is attended to is grouped by it, counted
 /// from position 0, so a result does not depend on where a ring is or on how tokens are split into
@@ -100,6 +101,20 @@ impl KvFormat {
 impl fmt::Display for KvFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
+    }
+}
+
+impl FromStr for KvFormat {
+    type Err = StepError;
+
+    fn from_str(name: &str) -> Result<Self, StepError> {
+        Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| {
+            StepError::Option {
+                what: "key/value format",
+                value: name.into(),
+                accepted: "f32, f16 and q8 are accepted".into(),
+            }
+        })
     }
 }
 

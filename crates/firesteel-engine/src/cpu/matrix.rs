@@ -1,8 +1,8 @@
+use super::packed::{Packed, Unpacked, float_format};
 use crate::EngineError;
-use firesteel_checkpoint::{Weight, WeightFormat};
-use firesteel_kernels::{Format, MatrixView, pack};
-use firesteel_tensor::{Buffer, DType, SharedBytes};
-use std::sync::Arc;
+use firesteel_checkpoint::Weight;
+use firesteel_kernels::{Format, MatrixView};
+use firesteel_tensor::SharedBytes;
 
 /// A weight matrix and where its bytes are.
 pub(super) struct Matrix {
@@ -12,37 +12,42 @@ pub(super) struct Matrix {
     bytes: SharedBytes,
 }
 
+fn shape(weight: &Weight) -> (usize, usize) {
+    match *weight.shape() {
+        [rows, columns] => (rows, columns),
+        _ => (1, weight.element_count()),
+    }
+}
+
 impl Matrix {
-    pub(super) fn new(weight: &Weight) -> Result<Self, EngineError> {
-        let (rows, columns) = match *weight.shape() {
-            [rows, columns] => (rows, columns),
-            _ => (1, weight.element_count()),
+    /// The bytes of a weight that the kernels take as it lies in its file.
+    fn mapped(weight: &Weight) -> Option<&SharedBytes> {
+        let (rows, columns) = shape(weight);
+        let fits = |bytes: &&SharedBytes| {
+            MatrixView::new(float_format(weight), rows, columns, bytes).is_ok()
         };
-        let matrix = |format, bytes: SharedBytes| {
-            // The view proves length and alignment once for all uses.
-            MatrixView::new(format, rows, columns, &bytes)?;
-            Ok(Self { format, rows, columns, bytes })
-        };
-        if let (Some(format), Some(blocks)) = (packed_format(weight.format()), weight.blocks()) {
-            let mut packed = Buffer::zeroed(format.packed_bytes(rows, columns)?);
-            pack(format, blocks, rows, columns, packed.bytes_mut())?;
-            return matrix(format, SharedBytes::new(Arc::new(packed)));
+        weight.bytes().filter(fits)
+    }
+
+    /// What has to be packed for [`Matrix::new`], if anything.
+    pub(super) fn unpacked(weight: &Weight) -> Result<Option<Unpacked<'_>>, EngineError> {
+        if Self::mapped(weight).is_some() {
+            return Ok(None);
         }
-        let float = match weight.dtype() {
-            DType::F16 => Format::F16,
-            DType::BF16 => Format::BF16,
-            _ => Format::F32,
+        let (rows, columns) = shape(weight);
+        Unpacked::new(weight, rows, columns).map(Some)
+    }
+
+    /// The matrix, where it lies or from `packed`.
+    pub(super) fn new(weight: &Weight, packed: &Packed) -> Result<Self, EngineError> {
+        let (rows, columns) = shape(weight);
+        let (format, bytes) = match Self::mapped(weight) {
+            Some(bytes) => (float_format(weight), bytes.clone()),
+            None => packed.get(&Unpacked::new(weight, rows, columns)?)?,
         };
-        if let Some(bytes) = weight.bytes()
-            && MatrixView::new(float, rows, columns, bytes).is_ok()
-        {
-            return matrix(float, bytes.clone());
-        }
-        // Separate projections, generated weights, odd offsets and block formats without a kernel.
-        let dtype = weight.dtype();
-        let mut copy = Buffer::zeroed(float.packed_bytes(rows, columns)?);
-        weight.convert(0, dtype, copy.bytes_mut())?;
-        matrix(float, SharedBytes::new(Arc::new(copy)))
+        // The view proves length and alignment once for all uses.
+        MatrixView::new(format, rows, columns, &bytes)?;
+        Ok(Self { format, rows, columns, bytes })
     }
 
     pub(super) fn view(&self) -> Result<MatrixView<'_>, EngineError> {
@@ -66,16 +71,5 @@ impl Matrix {
     /// Bytes that a product reads.
     pub(super) fn bytes(&self) -> usize {
         self.bytes.len()
-    }
-}
-
-/// The kernels' name of a block format; `None` for numbers and for blocks without a kernel.
-fn packed_format(format: WeightFormat) -> Option<Format> {
-    match format {
-        WeightFormat::Q8_0 => Some(Format::Q8),
-        WeightFormat::Q4_0 => Some(Format::Q4),
-        WeightFormat::Q4K => Some(Format::Q4K),
-        WeightFormat::Q6K => Some(Format::Q6K),
-        _ => None,
     }
 }

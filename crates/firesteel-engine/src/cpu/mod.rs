@@ -3,10 +3,12 @@
 mod cache;
 mod forward;
 mod matrix;
+mod packed;
 mod runner;
 mod sequence;
 
 pub use cache::KvFormat;
+pub use packed::{PackedCache, PackedWeights};
 pub use runner::CpuRunner;
 pub use sequence::{BatchEntry, CpuSequence, SequenceOptions};
 
@@ -16,13 +18,15 @@ use firesteel_kernels::{Isa, Pool};
 use firesteel_step::{RunnerError, StepSpec};
 use forward::Scratch;
 use matrix::Matrix;
+use packed::Packed;
 use std::sync::{Arc, Mutex};
 
 /// Name of the runner in reports and errors.
 const NAME: &str = "cpu";
 
 /// A model ready for the CPU's kernels: float weights in the mapped files, quantized ones in the
-/// kernels' layout. Shared by any number of runners and sequences.
+/// kernels' layout, in a mapped file of their own if one can be had. Shared by any number of runners
+/// and sequences.
 pub struct CpuModel {
     checkpoint: Arc<Checkpoint>,
     isa: Isa,
@@ -30,6 +34,8 @@ pub struct CpuModel {
     layers: Vec<Layer>,
     final_norm: Vec<f32>,
     head: Matrix,
+    packed: PackedWeights,
+    warnings: Vec<String>,
     /// Of the last forward; one that runs at the same time makes its own.
     scratch: Mutex<Scratch>,
 }
@@ -41,6 +47,8 @@ pub struct CpuOptions {
     pub threads: Option<usize>,
     /// The instruction set; by default the one that FIRESTEEL_ISA names, or the best.
     pub isa: Option<Isa>,
+    /// Where weights in the kernels' layout are kept.
+    pub packed: PackedCache,
 }
 
 /// The weights of a layer, as the kernels take them.
@@ -56,6 +64,18 @@ struct Layer {
     mlp_down: Matrix,
 }
 
+/// The matrices of a layer.
+fn matrices(weights: &LayerWeights) -> [&Weight; 6] {
+    [
+        &weights.qkv,
+        &weights.head_gate,
+        &weights.attention_out,
+        &weights.mlp_gate,
+        &weights.mlp_up,
+        &weights.mlp_down,
+    ]
+}
+
 fn vector(weight: &Weight) -> Result<Vec<f32>, EngineError> {
     let mut values = vec![0.0; weight.element_count()];
     weight.read_f32(0, &mut values)?;
@@ -63,17 +83,19 @@ fn vector(weight: &Weight) -> Result<Vec<f32>, EngineError> {
 }
 
 impl Layer {
-    fn new(kind: LayerKind, weights: &LayerWeights) -> Result<Self, EngineError> {
+    fn new(kind: LayerKind, weights: &LayerWeights, packed: &Packed) -> Result<Self, EngineError> {
+        let [qkv, head_gate, attention_out, mlp_gate, mlp_up, mlp_down] = matrices(weights);
+        let matrix = |weight| Matrix::new(weight, packed);
         Ok(Self {
             kind,
             input_norm: vector(&weights.input_norm)?,
             post_attention_norm: vector(&weights.post_attention_norm)?,
-            qkv: Matrix::new(&weights.qkv)?,
-            head_gate: Matrix::new(&weights.head_gate)?,
-            attention_out: Matrix::new(&weights.attention_out)?,
-            mlp_gate: Matrix::new(&weights.mlp_gate)?,
-            mlp_up: Matrix::new(&weights.mlp_up)?,
-            mlp_down: Matrix::new(&weights.mlp_down)?,
+            qkv: matrix(qkv)?,
+            head_gate: matrix(head_gate)?,
+            attention_out: matrix(attention_out)?,
+            mlp_gate: matrix(mlp_gate)?,
+            mlp_up: matrix(mlp_up)?,
+            mlp_down: matrix(mlp_down)?,
         })
     }
 }
@@ -94,23 +116,30 @@ impl CpuModel {
     /// Prepares `checkpoint`.
     ///
     /// # Errors
-    /// When a weight cannot be read, FIRESTEEL_ISA names what this CPU lacks, or a thread cannot
+    /// When a weight cannot be read or is too large, FIRESTEEL_ISA names what this CPU lacks, or a thread cannot
     /// be had.
     pub fn with_options(
         checkpoint: Arc<Checkpoint>,
         options: &CpuOptions,
     ) -> Result<Arc<Self>, EngineError> {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+        let layers = checkpoint.layers();
+        let weights = layers.iter().flat_map(matrices).chain([checkpoint.head_weight()]);
+        let unpacked = weights.filter_map(|weight| Matrix::unpacked(weight).transpose());
+        let unpacked = unpacked.collect::<Result<Vec<_>, _>>()?;
+        let packed = Packed::new(&checkpoint, &unpacked, &options.packed)?;
         let kinds = checkpoint.config().layer_types.iter();
-        let layers =
-            kinds.zip(checkpoint.layers()).map(|(kind, weights)| Layer::new(*kind, weights));
+        let layers = kinds.zip(layers);
+        let layers = layers.map(|(kind, weights)| Layer::new(*kind, weights, &packed));
         let layers = layers.collect::<Result<_, _>>()?;
         Ok(Arc::new(Self {
             isa: options.isa.map_or_else(Isa::detect, Ok)?,
             pool: Pool::new(options.threads.unwrap_or_else(cores))?,
             layers,
             final_norm: vector(checkpoint.final_norm())?,
-            head: Matrix::new(checkpoint.head_weight())?,
+            head: Matrix::new(checkpoint.head_weight(), &packed)?,
+            packed: packed.source,
+            warnings: packed.warning.into_iter().collect(),
             checkpoint,
             scratch: Mutex::default(),
         }))
@@ -119,6 +148,16 @@ impl CpuModel {
     /// The checkpoint that was prepared.
     pub fn checkpoint(&self) -> &Arc<Checkpoint> {
         &self.checkpoint
+    }
+
+    /// What a caller may want to say: that weights take memory because no file can keep them.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Where the weights in the kernels' layout are.
+    pub fn packed_weights(&self) -> PackedWeights {
+        self.packed
     }
 
     /// Bytes of weights that one token reads: all but an embedding that is not the head too.

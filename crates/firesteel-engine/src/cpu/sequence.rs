@@ -3,7 +3,7 @@
 use super::cache::{BLOCK, Geometry, KvFormat, LayerCache};
 use super::forward::{Forward, Part};
 use super::{CpuModel, NAME, failed};
-use crate::{EngineError, embedding};
+use crate::{EngineError, embedding, fit};
 use firesteel_checkpoint::{LayerKind, ModelConfig};
 use firesteel_kernels::Segment;
 use firesteel_step::{
@@ -107,9 +107,12 @@ impl CpuModel {
             entry.sequence.pending = 0;
             entry.logits.clear();
         }
+        let mut rows = 0usize;
         for entry in &*entries {
             self.check_entry(entry)?;
+            rows = rows.saturating_add(entry.ids.len());
         }
+        fit::check_activations(self.checkpoint.config(), rows)?;
         for BatchEntry { sequence, ids, wanted, .. } in &mut *entries {
             sequence.begin(ids.len(), *wanted);
         }
@@ -144,16 +147,6 @@ impl CpuModel {
         }
         if tokens > context - position {
             return Err(StepError::ContextFull { position, tokens, context }.into());
-        }
-        let rows = match entry.wanted {
-            Wanted::All => tokens,
-            Wanted::Last | Wanted::Nothing => 1,
-        };
-        let widest = self.checkpoint.config().vocab_size;
-        let shape = [2, rows, widest];
-        if DType::F32.byte_count(&shape).is_none() {
-            let (shape, dtype) = (shape.to_vec(), DType::F32);
-            return Err(firesteel_tensor::TensorError::TooLarge { shape, dtype }.into());
         }
         Ok(())
     }
@@ -299,7 +292,9 @@ impl CpuSequence {
             }
         }
         self.position = position;
-        self.kept_from = visible_from;
+        if self.window.is_some() {
+            self.kept_from = visible_from;
+        }
         Ok(())
     }
 
