@@ -9,6 +9,12 @@ pub enum CheckpointError {
     /// The operating system refused; the message of the source names the path.
     #[error(transparent)]
     Io(#[from] std::io::Error),
+    /// There is no cache folder.
+    #[error(
+        "no cache folder: FIRESTEEL_CACHE, XDG_CACHE_HOME and HOME are all unset; set \
+         FIRESTEEL_CACHE to a folder"
+    )]
+    NoCache,
     /// A path cannot be used as what it was given for.
     #[error("{path}: {reason}")]
     Path {

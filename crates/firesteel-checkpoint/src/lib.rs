@@ -9,6 +9,7 @@
 //! of files are never followed out of the folder, and what is not understood is refused by name.
 
 mod blocks;
+mod cache;
 mod checkpoint;
 mod config;
 mod error;
@@ -25,6 +26,7 @@ mod weight;
 mod write;
 
 pub use blocks::WeightFormat;
+pub use cache::{cache_root, cache_root_of};
 pub use checkpoint::{Checkpoint, CheckpointFile, Head, LayerWeights};
 pub use config::{LayerKind, ModelConfig, Rope};
 pub use error::CheckpointError;
@@ -32,9 +34,9 @@ pub use gguf::{
     Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer, GgufValue, Importance,
     QuantizedTensor, write_gguf,
 };
-pub use map::MappedFile;
+pub use map::{FileIdentity, MappedFile};
 pub use preset::{preset, presets};
 pub use random::RandomWeights;
-pub use staged::{Replace, StagedFolder, remove_staged};
+pub use staged::{Replace, StagedFile, StagedFolder, remove_staged};
 pub use weight::Weight;
 pub use write::{Progress, SyntheticOptions, WriteOptions, write_checkpoint, write_synthetic};

@@ -1,6 +1,7 @@
 use crate::CheckpointError;
 use crate::json::require_regular;
 use firesteel_tensor::SharedBytes;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,6 +13,37 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct MappedFile {
     bytes: SharedBytes,
+    identity: FileIdentity,
+}
+
+/// What tells a file from others and from its own earlier contents, as long as nobody sets clocks
+/// back: whoever writes to it changes the times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FileIdentity {
+    /// Number of the device.
+    pub device: u64,
+    /// Number of the file on it.
+    pub inode: u64,
+    /// Bytes.
+    pub size: u64,
+    /// When its contents were written last, in nanoseconds of Unix time.
+    pub modified: i128,
+    /// When the file was changed last, its name and permissions included, in the same unit.
+    pub changed: i128,
+}
+
+impl FileIdentity {
+    fn of(file: &std::fs::File) -> std::io::Result<Self> {
+        let metadata = file.metadata()?;
+        let time = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
+        Ok(Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            size: metadata.len(),
+            modified: time(metadata.mtime(), metadata.mtime_nsec()),
+            changed: time(metadata.ctime(), metadata.ctime_nsec()),
+        })
+    }
 }
 
 impl MappedFile {
@@ -24,7 +56,12 @@ impl MappedFile {
         let file = fs_err::File::open(path)?;
         let bytes = map(file.file())
             .map_err(|e| std::io::Error::new(e.kind(), format!("cannot map {path:?}: {e}")))?;
-        Ok(Self { bytes: SharedBytes::new(bytes) })
+        Ok(Self { bytes: SharedBytes::new(bytes), identity: FileIdentity::of(file.file())? })
+    }
+
+    /// Which file it was when it was mapped.
+    pub fn identity(&self) -> FileIdentity {
+        self.identity
     }
 
     /// The bytes of the file; they keep it mapped.

@@ -52,7 +52,7 @@ fn unregister(path: &Path) {
 
 /// An output file that appears complete or not at all, in the way of [`StagedFolder`].
 #[derive(Debug)]
-pub(crate) struct StagedFile {
+pub struct StagedFile {
     path: PathBuf,
     target: PathBuf,
     replace: bool,
@@ -63,7 +63,10 @@ pub(crate) struct StagedFile {
 impl StagedFile {
     /// A new file beside `target`, whose parents are created. An existing target is an error
     /// unless `replace` says whether this one may be replaced.
-    pub(crate) fn create(
+    ///
+    /// # Errors
+    /// When the target exists and may not be replaced, or the file cannot be made.
+    pub fn create(
         target: &Path,
         replace: Option<fn(&Path) -> io::Result<bool>>,
     ) -> io::Result<Self> {
@@ -97,12 +100,16 @@ impl StagedFile {
     }
 
     /// Where to write.
-    pub(crate) fn file(&self) -> &fs::File {
+    pub fn file(&self) -> &fs::File {
         &self.file
     }
 
     /// Writes everything to disk and renames the file to its target.
-    pub(crate) fn commit(self) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// When something cannot be written, or the target appeared in the meantime and may not be
+    /// replaced.
+    pub fn commit(self) -> io::Result<()> {
         self.file.sync_all()?;
         if self.replace {
             fs::rename(&self.path, &self.target)?;

@@ -1,4 +1,4 @@
-use crate::NAME;
+use crate::EngineError;
 use firesteel_checkpoint::Checkpoint;
 use firesteel_step::{Embedding, RunnerError};
 use std::sync::Arc;
@@ -26,27 +26,32 @@ impl Embedding for CheckpointEmbedding {
     }
 
     fn lookup(&self, ids: &[u32], out: &mut [f32]) -> Result<(), RunnerError> {
-        let failed = |message| RunnerError::Failed { runner: NAME.into(), message };
-        let table = self.checkpoint.embedding();
-        let (rows, width) = (self.rows(), self.hidden_size());
-        if ids.len().checked_mul(width) != Some(out.len()) {
-            return Err(failed(format!(
-                "{}: {} ids of width {width} do not fill {} values",
-                table.name(),
-                ids.len(),
-                out.len()
-            )));
-        }
-        for (&id, row) in ids.iter().zip(out.chunks_exact_mut(width)) {
-            let Some(index) = usize::try_from(id).ok().filter(|&index| index < rows) else {
-                return Err(failed(format!(
-                    "{}: token id {id} has no row, 0 to {} are accepted",
-                    table.name(),
-                    rows.saturating_sub(1)
-                )));
-            };
-            table.read_f32(index * width, row).map_err(|error| failed(error.to_string()))?;
-        }
-        Ok(())
+        Ok(lookup(&self.checkpoint, ids, out)?)
     }
+}
+
+/// Writes the rows of `ids` to `out`. Of a quantized table only those rows are widened.
+pub(crate) fn lookup(
+    checkpoint: &Checkpoint,
+    ids: &[u32],
+    out: &mut [f32],
+) -> Result<(), EngineError> {
+    let table = checkpoint.embedding();
+    let (rows, width) = (checkpoint.config().vocab_size, checkpoint.config().hidden_size);
+    let name = || table.name().to_owned();
+    if ids.len().checked_mul(width) != Some(out.len()) {
+        return Err(EngineError::EmbeddingLength {
+            tensor: name(),
+            ids: ids.len(),
+            width,
+            values: out.len(),
+        });
+    }
+    for (&id, row) in ids.iter().zip(out.chunks_exact_mut(width)) {
+        let Some(index) = usize::try_from(id).ok().filter(|&index| index < rows) else {
+            return Err(EngineError::TokenId { tensor: name(), id, last: rows.saturating_sub(1) });
+        };
+        table.read_f32(index * width, row)?;
+    }
+    Ok(())
 }

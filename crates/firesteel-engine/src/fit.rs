@@ -1,5 +1,5 @@
 use crate::EngineError;
-use firesteel_checkpoint::{Checkpoint, LayerKind};
+use firesteel_checkpoint::{Checkpoint, LayerKind, ModelConfig};
 use firesteel_step::{CacheLayout, CacheLayoutChoice, Role, StepOptions, StepSpec, TensorSpec};
 use firesteel_tensor::{DType, TensorError};
 use std::fmt::Debug;
@@ -49,10 +49,15 @@ pub(crate) fn check(checkpoint: &Checkpoint, spec: &StepSpec) -> Result<(), Engi
     if let Some(difference) = differences.first {
         return Err(difference);
     }
+    check_activations(config, spec.tokens)
+}
+
+/// Whether the activations of `rows` tokens can be addressed.
+pub(crate) fn check_activations(config: &ModelConfig, rows: usize) -> Result<(), EngineError> {
     let qkv = config.query_size().saturating_add(config.key_value_size().saturating_mul(2));
     let widest = config.intermediate_size.max(config.vocab_size).max(config.hidden_size).max(qkv);
     // The margin of two keeps the byte count of every activation within an allocation's limit.
-    let shape = [2, spec.tokens, widest];
+    let shape = [2, rows, widest];
     if DType::F64.byte_count(&shape).is_none() {
         return Err(TensorError::TooLarge { shape: shape.to_vec(), dtype: DType::F64 }.into());
     }

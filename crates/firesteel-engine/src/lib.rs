@@ -8,7 +8,9 @@
 //! every value is computed by one task in one fixed order.
 //!
 //! A [`CpuModel`] is the same model for the CPU's kernels, in f32 and with quantized products where
-//! the weights are quantized; its [`CpuRunner`]s are what generates.
+//! the weights are quantized. Its [`CpuSequence`]s, which have caches of their own and can run together
+//! in a batch, are what generates; its [`CpuRunner`]s take the steps of the contract, as the other
+//! runners do.
 //!
 //! [`Checkpoint`]: firesteel_checkpoint::Checkpoint
 //! [`StepSpec`]: firesteel_step::StepSpec
@@ -20,7 +22,10 @@ mod engine;
 mod fit;
 mod math;
 
-pub use cpu::{CpuModel, CpuRunner};
+pub use cpu::{
+    BatchEntry, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, PackedCache, PackedWeights,
+    SequenceOptions,
+};
 pub use embedding::CheckpointEmbedding;
 pub use engine::{Engine, EngineOptions, EngineRunner};
 pub use math::Gelu;
@@ -72,6 +77,47 @@ pub enum EngineError {
         /// Token of the step.
         token: usize,
     },
+    /// A token id beyond the embedding table.
+    #[error("{tensor}: token id {id} has no row, 0 to {last} are accepted")]
+    TokenId {
+        /// The table.
+        tensor: String,
+        /// The id.
+        id: u32,
+        /// The last row.
+        last: usize,
+    },
+    /// Room for another number of embeddings.
+    #[error("{tensor}: {ids} ids of width {width} do not fill {values} values")]
+    EmbeddingLength {
+        /// The table.
+        tensor: String,
+        /// Ids given.
+        ids: usize,
+        /// Width of a row.
+        width: usize,
+        /// Values there is room for.
+        values: usize,
+    },
+    /// A sequence in a batch of another model.
+    #[error("a sequence of the batch was made by another model; run it on that one")]
+    OtherModel,
+    /// A key or a value is not finite, or not in the format of the caches.
+    #[error(
+        "layer {layer}, position {position}: a key or value is not a finite number in {format}{hint}",
+        hint = if *format == KvFormat::F32 { "" } else { "; use f32 caches" }
+    )]
+    KeyValueRange {
+        /// The layer.
+        layer: usize,
+        /// The position.
+        position: usize,
+        /// How the caches store keys and values.
+        format: KvFormat,
+    },
+    /// The operating system refused; the message of the source names the path.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
     /// A kernel refuses a shape, or its threads failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),

@@ -34,7 +34,7 @@ pub use isa::Neon;
 pub use isa::{Avx2, Avx512Vnni};
 pub use isa::{Isa, Scalar};
 pub use matmul::{Product, matmul, matmul_group};
-pub use matrix::{Format, MatrixView, pack, unpack};
+pub use matrix::{Format, MatrixView, PACKED_LAYOUT, PACKED_ROWS, pack, unpack};
 pub use pool::Pool;
 pub use quantized_rows::QuantizedRows;
 

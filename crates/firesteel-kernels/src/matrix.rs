@@ -14,6 +14,14 @@ use half::{bf16, f16};
 use crate::simd::STRIP;
 use crate::{KernelError, check_length};
 
+/// Version of the packed layout. It changes whenever [`pack`] gives other bytes, so that bytes that
+/// were kept are packed again.
+pub const PACKED_LAYOUT: u32 = 1;
+
+/// Rows that are interleaved. Whole strips of them are packed independently of each other and lie
+/// one after the other.
+pub const PACKED_ROWS: usize = STRIP;
+
 /// How weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

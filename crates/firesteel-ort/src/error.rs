@@ -26,12 +26,6 @@ pub enum OrtError {
         /// What is wrong with it.
         reason: String,
     },
-    /// There is no cache folder.
-    #[error(
-        "no cache folder: FIRESTEEL_CACHE, XDG_CACHE_HOME and HOME are all unset; set \
-         FIRESTEEL_CACHE to a folder"
-    )]
-    NoCache,
     /// The file was found, but the system's loader refuses it.
     #[error("{path} cannot be loaded as ONNX Runtime: {reason}")]
     Load {

@@ -16,7 +16,7 @@ mod setup;
 mod tensor;
 
 pub use error::OrtError;
-pub use library::{OrtLibrary, cache_root, find_library, load};
+pub use library::{OrtLibrary, find_library, load};
 pub use runner::OrtRunner;
 pub use session::{Optimization, OrtModel, OrtOptions, Port};
 pub use setup::{ONNX_RUNTIME_VERSION, SetupOptions, setup_ort};

@@ -1,6 +1,7 @@
 use crate::OrtError;
 use crate::log::environment_logger;
 use crate::setup::installed_folder;
+use firesteel_checkpoint::cache_root_of;
 use fs_err as fs;
 use ort::LoadDynamicError;
 use ort::environment::Environment;
@@ -99,30 +100,10 @@ pub fn find_library(explicit: Option<&Path>) -> Result<PathBuf, OrtError> {
     find(explicit, &|name| std::env::var_os(name))
 }
 
-/// The folder of everything that Firesteel downloads: the environment variable FIRESTEEL_CACHE,
-/// else `firesteel` in XDG_CACHE_HOME, else `.cache/firesteel` in HOME.
-///
-/// # Errors
-/// When none of the three is set, or the current directory cannot be read to resolve a relative
-/// one.
-pub fn cache_root() -> Result<PathBuf, OrtError> {
-    cache(&|name| std::env::var_os(name))
-}
-
 type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 fn variable(variables: Variables<'_>, name: &str) -> Option<PathBuf> {
     variables(name).filter(|value| !value.is_empty()).map(PathBuf::from)
-}
-
-fn cache(variables: Variables<'_>) -> Result<PathBuf, OrtError> {
-    let set = |name| variable(variables, name);
-    let root = set("FIRESTEEL_CACHE")
-        // The XDG specification has relative paths ignored.
-        .or_else(|| set("XDG_CACHE_HOME").filter(|p| p.is_absolute()).map(|p| p.join("firesteel")))
-        .or_else(|| set("HOME").map(|p| p.join(".cache").join("firesteel")))
-        .ok_or(OrtError::NoCache)?;
-    Ok(std::path::absolute(root)?)
 }
 
 fn find(explicit: Option<&Path>, variables: Variables<'_>) -> Result<PathBuf, OrtError> {
@@ -134,7 +115,7 @@ fn find(explicit: Option<&Path>, variables: Variables<'_>) -> Result<PathBuf, Or
         let found = resolve(&path);
         return found.map_err(|reason| OrtError::LibraryPath { origin, path, reason });
     }
-    let folder = match cache(variables) {
+    let folder = match cache_root_of(variables) {
         Ok(root) => installed_folder(&root),
         Err(error) => return Err(OrtError::NoLibrary { cache: format!("the cache ({error})") }),
     };
@@ -226,25 +207,6 @@ mod tests {
 
     fn with<'a>(set: &'a [(&'a str, &'a Path)]) -> impl Fn(&str) -> Option<OsString> + 'a {
         move |name| set.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).into())
-    }
-
-    #[test]
-    fn cache_root_order() {
-        let (a, b, c) = (Path::new("/a"), Path::new("/b"), Path::new("/c"));
-        let all = [("FIRESTEEL_CACHE", a), ("XDG_CACHE_HOME", b), ("HOME", c)];
-        let relative = [("XDG_CACHE_HOME", Path::new("b")), ("HOME", c)];
-        let empty = [("FIRESTEEL_CACHE", Path::new("")), ("HOME", c)];
-        let cases: [(&[(&str, &Path)], &str); 5] = [
-            (&all, "/a"),
-            (&all[1..], "/b/firesteel"),
-            (&all[2..], "/c/.cache/firesteel"),
-            (&relative, "/c/.cache/firesteel"),
-            (&empty, "/c/.cache/firesteel"),
-        ];
-        for (set, expected) in cases {
-            assert_eq!(cache(&with(set)).unwrap(), Path::new(expected), "{set:?}");
-        }
-        assert!(matches!(cache(&with(&[])), Err(OrtError::NoCache)));
     }
 
     #[test]

@@ -25,7 +25,7 @@ const OUTPUT_LINES: usize = 20;
 /// Where and how to install ONNX Runtime.
 #[derive(Debug, Clone)]
 pub struct SetupOptions {
-    /// The cache folder, usually [`cache_root`](crate::cache_root); made if it does not exist.
+    /// The cache folder, usually [`cache_root`](firesteel_checkpoint::cache_root); made if it does not exist.
     pub cache: PathBuf,
     /// The Python whose pip is run; `python3` on the PATH by default.
     pub python: Option<PathBuf>,

@@ -17,7 +17,7 @@ pub use tokenizer::GgufTokenizer;
 pub use write::{GgufOptions, GgufReport, Importance, QuantizedTensor, write_gguf};
 
 use crate::json::shorten;
-use crate::{CheckpointError, MappedFile, WeightFormat};
+use crate::{CheckpointError, FileIdentity, MappedFile, WeightFormat};
 use firesteel_tensor::{DType, SharedBytes, element_count};
 use std::collections::HashSet;
 use std::fmt;
@@ -44,6 +44,7 @@ const ALIGNMENT_KEY: &str = "general.alignment";
 #[derive(Debug, Clone)]
 pub struct Gguf {
     path: PathBuf,
+    identity: Option<FileIdentity>,
     bytes: SharedBytes,
     version: u32,
     alignment: usize,
@@ -321,7 +322,8 @@ impl Gguf {
     /// # Errors
     /// When it cannot be mapped, breaks the format, or has a tensor of a type that is not read.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        Self::parse(path, MappedFile::open(path)?.bytes()).map_err(|refusal| match refusal {
+        let file = MappedFile::open(path)?;
+        let gguf = Self::parse(path, file.bytes()).map_err(|refusal| match refusal {
             Refusal::Rule(reason) => CheckpointError::Gguf { file: path.into(), reason },
             Refusal::Format { tensor, format } => CheckpointError::DType {
                 file: path.into(),
@@ -329,12 +331,18 @@ impl Gguf {
                 dtype: format,
                 hint: ", Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K; get or make a file in one of these",
             },
-        })
+        })?;
+        Ok(Self { identity: Some(file.identity()), ..gguf })
     }
 
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Which file it was when it was opened; `None` for one that was read from memory.
+    pub fn identity(&self) -> Option<FileIdentity> {
+        self.identity
     }
 
     /// All of its bytes.
@@ -406,6 +414,7 @@ impl Gguf {
         check_unique("key", keys.iter().map(|(key, _)| &**key))?;
         let mut gguf = Self {
             path: path.into(),
+            identity: None,
             bytes: bytes.clone(),
             version,
             alignment: DEFAULT_ALIGNMENT,

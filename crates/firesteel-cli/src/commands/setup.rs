@@ -1,6 +1,7 @@
 use crate::printer::Printer;
 use clap::{Args, Subcommand};
-use firesteel_ort::{SetupOptions, cache_root, setup_ort};
+use firesteel_checkpoint::cache_root;
+use firesteel_ort::{SetupOptions, setup_ort};
 use std::path::PathBuf;
 use std::process::ExitCode;
 

@@ -1,11 +1,11 @@
 //! The CPU's kernels against the reference engine.
 
-use crate::support::{Golden, advance, checkpoint, options, snr, values, widened};
+use crate::support::{Golden, advance, checkpoint, options, snr, spark_tiny, values, widened};
 use firesteel_checkpoint::Checkpoint;
-use firesteel_engine::{CheckpointEmbedding, CpuModel, EngineError, EngineRunner};
+use firesteel_engine::{CheckpointEmbedding, CpuModel, CpuOptions, EngineError, EngineRunner};
+use firesteel_kernels::Isa;
 use firesteel_step::{CacheLayoutChoice, KvState, Role, Runner, StepInputs, StepOptions, StepSpec};
 use firesteel_tensor::{DType, Tensor};
-use std::path::Path;
 use std::sync::Arc;
 
 /// Logits of `ids` in the given chunks.
@@ -38,8 +38,7 @@ fn logits(
 
 #[test]
 fn kernels_compute_what_the_reference_engine_computes() {
-    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/spark-tiny");
-    let tiny = Arc::new(Checkpoint::open(&tiny).unwrap());
+    let tiny = spark_tiny();
     let long: Vec<u32> = (0..150).map(|i| 14 + (i * 37) % 1900).collect();
     let short = Golden::open("sequence.safetensors").ids("input_ids");
     let cases = [
@@ -52,14 +51,19 @@ fn kernels_compute_what_the_reference_engine_computes() {
         let engine = |spec| {
             Box::new(EngineRunner::new(checkpoint.clone(), spec).unwrap()) as Box<dyn Runner>
         };
-        let model = CpuModel::new(checkpoint.clone(), Some(2)).unwrap();
-        let cpu = |spec| Box::new(model.runner(spec).unwrap()) as Box<dyn Runner>;
         for layout in [CacheLayoutChoice::Auto, CacheLayoutChoice::Roll] {
             let reference = widened(&logits(&engine, &checkpoint, &ids, &[1], layout));
-            for chunks in patterns {
-                let test = logits(&cpu, &checkpoint, &ids, chunks, layout);
-                let db = snr(&reference, &test);
-                assert!(db >= 105.0, "{:?} {layout:?} {chunks:?}: {db:.1} dB", checkpoint.path());
+            for isa in Isa::available() {
+                let options =
+                    CpuOptions { threads: Some(2), isa: Some(isa), ..CpuOptions::default() };
+                let model = CpuModel::with_options(checkpoint.clone(), &options).unwrap();
+                let cpu = |spec| Box::new(model.runner(spec).unwrap()) as Box<dyn Runner>;
+                for chunks in patterns {
+                    let test = logits(&cpu, &checkpoint, &ids, chunks, layout);
+                    let db = snr(&reference, &test);
+                    let name = format!("{:?} {} {layout:?}", checkpoint.path(), isa.name());
+                    assert!(db >= 105.0, "{name} {chunks:?}: {db:.1} dB");
+                }
             }
         }
     }

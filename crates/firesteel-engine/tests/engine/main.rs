@@ -4,6 +4,8 @@
 
 mod contract;
 mod cpu;
+mod decoder;
+mod packed;
 mod sequence;
 mod steps;
 mod support;

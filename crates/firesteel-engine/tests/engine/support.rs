@@ -17,6 +17,18 @@ pub(crate) fn checkpoint(name: &str) -> Arc<Checkpoint> {
     Arc::new(Checkpoint::open(&PathBuf::from(FOLDER).join(name)).unwrap())
 }
 
+/// The trained model of the repository.
+pub(crate) fn spark_tiny() -> Arc<Checkpoint> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny");
+    Arc::new(Checkpoint::open(path.as_ref()).unwrap())
+}
+
+/// The same in a file that llama.cpp wrote.
+pub(crate) fn golden_gguf(format: &str) -> Arc<Checkpoint> {
+    let name = format!("../llamacpp/spark-tiny-{format}.gguf");
+    Arc::new(Checkpoint::open(&PathBuf::from(FOLDER).join(name)).unwrap())
+}
+
 /// A file of golden tensors.
 pub(crate) struct Golden(Vec<u8>);
 

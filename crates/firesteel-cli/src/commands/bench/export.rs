@@ -1,3 +1,4 @@
+use super::memory::MemoryWatch;
 use crate::commands::export::threads;
 use crate::commands::synth::{WeightType, find_preset};
 use crate::printer::{Printer, mebibytes};
@@ -12,8 +13,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Export against a plain writer of the same bytes, and the memory it takes.
 ///
@@ -182,44 +182,4 @@ fn plain_write(path: &Path, folder: &tempfile::TempDir, bytes: u64) -> anyhow::R
 /// Waits until what was removed is free again.
 fn settle(folder: &tempfile::TempDir) -> anyhow::Result<()> {
     Ok(fs::File::open(folder.path())?.sync_all()?)
-}
-
-/// Samples the process's anonymous memory in a thread of its own.
-struct MemoryWatch {
-    stop: std::sync::Arc<AtomicBool>,
-    peak: std::sync::Arc<AtomicU64>,
-    thread: std::thread::JoinHandle<()>,
-}
-
-impl MemoryWatch {
-    fn start() -> Self {
-        let stop = std::sync::Arc::new(AtomicBool::new(false));
-        let peak = std::sync::Arc::new(AtomicU64::new(0));
-        let (stop_too, peak_too) = (stop.clone(), peak.clone());
-        let thread = std::thread::spawn(move || {
-            while !stop_too.load(Ordering::Relaxed) {
-                if let Some(bytes) = rss_anon() {
-                    peak_too.fetch_max(bytes, Ordering::Relaxed);
-                }
-                std::thread::sleep(Duration::from_millis(2));
-            }
-        });
-        Self { stop, peak, thread }
-    }
-
-    fn stop(self) -> Option<u64> {
-        self.stop.store(true, Ordering::Relaxed);
-        // A thread that failed has measured nothing.
-        self.thread.join().ok()?;
-        let peak = self.peak.load(Ordering::Relaxed);
-        (peak > 0).then_some(peak)
-    }
-}
-
-/// Resident anonymous memory of this process, where the system tells.
-fn rss_anon() -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
-    let kibibytes: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
 }

@@ -3,6 +3,7 @@
 mod decode;
 mod export;
 mod kernels;
+mod memory;
 
 use crate::printer::Printer;
 use clap::{Args, Subcommand};

@@ -1,0 +1,266 @@
+//! The layers and the head, for rows of any number of sequences.
+
+use super::matrix::Matrix;
+use super::{CpuModel, Layer};
+use crate::EngineError;
+use firesteel_checkpoint::LayerKind;
+use firesteel_kernels::{
+    Attention, AttentionShape, KernelError, Pool, Product, QuantizedRows, Segment, attention,
+    matmul_group, ops,
+};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// Least rows of activations that are worth another thread between two products.
+const MIN_ROWS: usize = 8;
+
+/// The tokens of one sequence in a forward: their angles, and where their keys and values go and
+/// what they attend to.
+pub(super) trait Part {
+    /// How many rows are this part's.
+    fn tokens(&self) -> usize;
+
+    /// The tokens whose rows are needed after the last layer.
+    fn needed(&self) -> Range<usize> {
+        0..self.tokens()
+    }
+
+    /// Cosines and sines of the tokens in layers of `kind`, `[tokens, dims]`; both halves of the
+    /// dims are equal.
+    fn rotary(&self, kind: LayerKind) -> (&[f32], &[f32]);
+
+    /// Takes the keys, already rotated, and the values of one token: `[KV, head_dim]` each. They
+    /// are part of what is attended to from then on.
+    fn store(
+        &mut self,
+        layer: usize,
+        token: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> Result<(), EngineError>;
+
+    /// What there is to attend to in a layer.
+    fn segments(&self, layer: usize) -> Result<Vec<Segment<'_>>, EngineError>;
+
+    /// For each token, the positions that it sees in layers of `kind`.
+    fn visible(&self, kind: LayerKind) -> &[Range<usize>];
+}
+
+/// Activations of a forward, kept from one to the next.
+#[derive(Default)]
+pub(super) struct Scratch {
+    /// `[rows, H]`: the residual stream.
+    pub(super) hidden: Vec<f32>,
+    /// `[rows, V]`, where they do not go to one sequence.
+    pub(super) logits: Vec<f32>,
+    normed: Vec<f32>,
+    quantized: QuantizedRows,
+    qkv: Vec<f32>,
+    gates: Vec<f32>,
+    queries: Vec<f32>,
+    attended: Vec<f32>,
+    projected: Vec<f32>,
+    gate: Vec<f32>,
+    up: Vec<f32>,
+}
+
+/// A forward through the layers of a model.
+pub(super) struct Forward<'a> {
+    pub(super) model: &'a CpuModel,
+    pub(super) scratch: &'a mut Scratch,
+}
+
+impl Forward<'_> {
+    /// Runs layer `index` of the model over `scratch.hidden`, whose rows are those of `parts`.
+    /// After the last layer only the needed rows are left.
+    pub(super) fn layer<P: Part>(
+        &mut self,
+        index: usize,
+        parts: &mut [P],
+    ) -> Result<(), EngineError> {
+        let model = self.model;
+        let Some(layer) = model.layers.get(index) else { return Ok(()) };
+        self.attention(index, layer, parts)?;
+        if self.scratch.hidden.is_empty() {
+            return Ok(());
+        }
+        self.feed_forward(layer)
+    }
+
+    /// Adds gated attention to the hidden state.
+    fn attention<P: Part>(
+        &mut self,
+        index: usize,
+        weights: &Layer,
+        parts: &mut [P],
+    ) -> Result<(), EngineError> {
+        let Self { model, scratch } = self;
+        let config = model.checkpoint.config();
+        let (width, hidden_size) = (config.head_dim, config.hidden_size);
+        let (heads, shared) = (config.num_attention_heads, config.num_key_value_heads);
+        norm(model, &scratch.hidden, &weights.input_norm, &mut scratch.normed)?;
+        products(
+            model,
+            &scratch.normed,
+            &mut scratch.quantized,
+            [(&weights.qkv, &mut scratch.qkv), (&weights.head_gate, &mut scratch.gates)],
+        )?;
+        let last = index + 1 == model.layers.len();
+        let needed = |part: &P| if last { part.needed() } else { 0..part.tokens() };
+        scratch.queries.clear();
+        // Rows of the hidden state and of the gates that go on, moved together.
+        let (mut first, mut kept) = (0, 0);
+        for part in &mut *parts {
+            let (tokens, needed) = (part.tokens(), needed(part));
+            let rows = (heads + 2 * shared) * width;
+            let qkv = &mut scratch.qkv[first * rows..(first + tokens) * rows];
+            for (token, row) in qkv.chunks_exact_mut(rows).enumerate() {
+                let (turning, values) = row.split_at_mut((heads + shared) * width);
+                let (cos, sin) = part.rotary(weights.kind);
+                let rotary = cos.len() / tokens;
+                // Both halves of the tables are equal.
+                let half = token * rotary..token * rotary + rotary / 2;
+                ops::rope(turning, width, &cos[half.clone()], &sin[half])?;
+                let (queries, keys) = turning.split_at(heads * width);
+                part.store(index, token, keys, values)?;
+                if needed.contains(&token) {
+                    scratch.queries.extend_from_slice(queries);
+                }
+            }
+            let from = first + needed.start..first + needed.end;
+            move_rows(&mut scratch.hidden, hidden_size, from.clone(), kept);
+            move_rows(&mut scratch.gates, heads, from, kept);
+            first += tokens;
+            kept += needed.len();
+        }
+        scratch.hidden.truncate(kept * hidden_size);
+        scratch.gates.truncate(kept * heads);
+        scratch.attended.resize(kept * heads * width, 0.0);
+        let mut rows = 0..0;
+        for part in parts {
+            let needed = needed(part);
+            rows = rows.end..rows.end + needed.len();
+            let elements = rows.start * heads * width..rows.end * heads * width;
+            let arguments = Attention {
+                shape: AttentionShape {
+                    heads,
+                    kv_heads: shared,
+                    head_dim: width,
+                    queries: needed.len(),
+                },
+                scale: 1.0 / (width as f32).sqrt(),
+                queries: &scratch.queries[elements.clone()],
+                segments: &part.segments(index)?,
+                visible: &part.visible(weights.kind)[needed],
+            };
+            attention(model.isa, &model.pool, &arguments, &mut scratch.attended[elements])?;
+        }
+        if kept == 0 {
+            return Ok(());
+        }
+        ops::sigmoid(model.isa, &mut scratch.gates);
+        for (head, gate) in scratch.attended.chunks_exact_mut(width).zip(&scratch.gates) {
+            ops::scale(head, *gate);
+        }
+        products(
+            model,
+            &scratch.attended,
+            &mut scratch.quantized,
+            [(&weights.attention_out, &mut scratch.projected)],
+        )?;
+        Ok(ops::add(&mut scratch.hidden, &scratch.projected)?)
+    }
+
+    /// Adds the feed-forward part to the hidden state.
+    fn feed_forward(&mut self, weights: &Layer) -> Result<(), EngineError> {
+        let Self { model, scratch } = self;
+        norm(model, &scratch.hidden, &weights.post_attention_norm, &mut scratch.normed)?;
+        products(
+            model,
+            &scratch.normed,
+            &mut scratch.quantized,
+            [(&weights.mlp_gate, &mut scratch.gate), (&weights.mlp_up, &mut scratch.up)],
+        )?;
+        let rows = MIN_ROWS * weights.mlp_gate.rows().max(1);
+        let pieces = scratch.gate.chunks_mut(rows).zip(scratch.up.chunks(rows));
+        spread(&model.pool, pieces, |(gate, up)| ops::gated_gelu(model.isa, gate, up))?;
+        products(
+            model,
+            &scratch.gate,
+            &mut scratch.quantized,
+            [(&weights.mlp_down, &mut scratch.projected)],
+        )?;
+        Ok(ops::add(&mut scratch.hidden, &scratch.projected)?)
+    }
+
+    /// The logits of the rows `rows` of the hidden state, `[rows, V]`.
+    pub(super) fn head(
+        &mut self,
+        rows: Range<usize>,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), EngineError> {
+        let Self { model, scratch } = self;
+        let width = model.final_norm.len();
+        let hidden = &scratch.hidden[rows.start * width..rows.end * width];
+        norm(model, hidden, &model.final_norm, &mut scratch.normed)?;
+        products(model, &scratch.normed, &mut scratch.quantized, [(&model.head, logits)])
+    }
+}
+
+/// Moves rows `from` of `width` to the row `to`, which is not behind them.
+fn move_rows(values: &mut [f32], width: usize, from: Range<usize>, to: usize) {
+    if from.start != to {
+        values.copy_within(from.start * width..from.end * width, to * width);
+    }
+}
+
+/// RMSNorm of rows of `weights.len()`.
+fn norm(
+    model: &CpuModel,
+    x: &[f32],
+    weights: &[f32],
+    out: &mut Vec<f32>,
+) -> Result<(), EngineError> {
+    let epsilon = model.checkpoint.config().rms_norm_eps as f32;
+    out.resize(x.len(), 0.0);
+    Ok(ops::rms_norm(x, weights, epsilon, out)?)
+}
+
+/// Products of the same activations, in one pass over the threads. Each output is resized to fit.
+fn products<const N: usize>(
+    model: &CpuModel,
+    x: &[f32],
+    quantized: &mut QuantizedRows,
+    list: [(&Matrix, &mut Vec<f32>); N],
+) -> Result<(), EngineError> {
+    let columns = list.first().map_or(1, |(matrix, _)| matrix.columns());
+    let rows = x.len() / columns.max(1);
+    if list.iter().any(|(matrix, _)| matrix.is_quantized()) {
+        quantized.quantize(model.isa, &model.pool, x, rows, columns)?;
+    }
+    let mut group = Vec::with_capacity(N);
+    for (matrix, out) in list {
+        out.resize(rows * matrix.rows(), 0.0);
+        group.push(Product { weights: matrix.view()?, out });
+    }
+    Ok(matmul_group(model.isa, &model.pool, x, quantized, &mut group)?)
+}
+
+/// Does the work for each of some items, on the threads of the pool.
+fn spread<T: Send>(
+    pool: &Pool,
+    items: impl Iterator<Item = T>,
+    work: impl Fn(T) -> Result<(), KernelError> + Sync,
+) -> Result<(), KernelError> {
+    let items: Vec<Mutex<Option<T>>> = items.map(|item| Mutex::new(Some(item))).collect();
+    let first = Mutex::new(Ok(()));
+    pool.run(items.len(), &|index| {
+        let item = items
+            .get(index)
+            .and_then(|item| item.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if let Some(Err(error)) = item.map(&work) {
+            *first.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+        }
+    })?;
+    first.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
