@@ -132,6 +132,11 @@ impl Sampler {
         self
     }
 
+    /// The prompt and what was picked after it.
+    pub(crate) fn history(&self) -> &[u32] {
+        &self.history
+    }
+
     /// Picks an id from one row of logits, `[V]`. Logits of −∞ are never picked.
     ///
     /// # Errors
