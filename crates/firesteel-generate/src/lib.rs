@@ -7,6 +7,7 @@
 //! works on ids alone. So do [`StopStrings`], which end a text, [`PromptLookup`], which guesses
 //! how it goes on, and [`StepStats`], which writes down what the steps cost.
 
+mod answer;
 mod chat;
 mod error;
 mod files;
