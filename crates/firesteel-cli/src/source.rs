@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, HeadRunner};
 use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
 use firesteel_engine::{CheckpointEmbedding, CpuModel, Engine, EngineOptions};
-use firesteel_generate::{ChatTemplate, Tokenizer};
+use firesteel_generate::{ChatTemplate, GenerationConfig, Tokenizer};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
 use firesteel_tensor::TensorView;
@@ -163,8 +163,12 @@ impl Source {
 
     /// The tokenizer of the folder or the GGUF file, if it has one.
     pub(crate) fn tokenizer(&self) -> anyhow::Result<Option<Tokenizer>> {
-        if let (Some(path), Some(gguf)) = (self.path(), self.gguf_tokenizer()?) {
-            return Ok(Some(Tokenizer::from_gguf(&gguf, path)?));
+        if let (Self::Checkpoint(checkpoint), Some(tokenizer)) = (self, self.gguf_tokenizer()?)
+            && let Some(gguf) = checkpoint.gguf()
+        {
+            let config = GenerationConfig::from_gguf(gguf)?;
+            let tokenizer = Tokenizer::from_gguf(&tokenizer, gguf.path())?;
+            return Ok(Some(tokenizer.with_generation_config(config)));
         }
         match self.path() {
             Some(folder) if folder.join("tokenizer.json").is_file() => {

@@ -138,7 +138,8 @@ fn a_turn_runs_only_what_is_new() {
 #[test]
 fn a_session_takes_any_prompt() {
     let options = GenerateOptions { max_tokens: Some(20), ..GenerateOptions::default() };
-    let text = MODEL.tokenizer.encode(&TURNS.concat(), AddedTokens::AsText).unwrap();
+    let text = TURNS.concat().repeat(2);
+    let text = MODEL.tokenizer.encode(&text, AddedTokens::AsText).unwrap();
     let mut session = generator().with_prompt_cache();
     let parted: Vec<u32> = text[..100].iter().copied().chain([7; 30]).collect();
     let other: Vec<u32> = text.iter().rev().copied().collect();
@@ -176,12 +177,17 @@ fn a_session_takes_any_prompt() {
     assert_eq!((again.stats.cached_tokens, again.ids), (other.len() - 1, result.ids));
 }
 
-/// Prompts with repetitions, so that proposals are made and some are right.
+/// Conversations with tools, whose answers repeat names and values of the prompt, and a text that
+/// repeats itself.
 fn prompts() -> Vec<Vec<u32>> {
-    let story = "One day a fox came to the sea. The fox saw a boat. The fox said to the boat: ";
-    let list = "1. red\n2. green\n3. blue\n1. red\n2. green\n3. blue\n1. red\n2.";
-    let texts = [story.repeat(3), list.to_owned(), "the cat and the dog and ".repeat(5)];
-    texts.iter().map(|text| MODEL.tokenizer.encode(text, AddedTokens::AsText).unwrap()).collect()
+    let golden: Vec<serde_json::Value> =
+        serde_json::from_str(include_str!("data/chat_golden.json")).unwrap();
+    let ids =
+        |case: &serde_json::Value| serde_json::from_value(case["prompt_ids"].clone()).unwrap();
+    let mut prompts: Vec<Vec<u32>> = golden.iter().map(ids).collect();
+    let text = "One day a fox came to the sea. The fox saw a boat. ".repeat(4);
+    prompts.push(MODEL.tokenizer.encode(&text, AddedTokens::AsText).unwrap());
+    prompts
 }
 
 #[test]
@@ -200,7 +206,11 @@ fn prompt_lookup_changes_nothing_but_the_steps() {
         GenerateOptions { sampling: warm, ..Default::default() },
         GenerateOptions { sampling: penalties, top_logprobs: Some(2), ..Default::default() },
         GenerateOptions { sampling: later, ..Default::default() },
-        GenerateOptions { sampling: greedy, stop: vec!["fox sa".into()], ..Default::default() },
+        GenerateOptions {
+            sampling: greedy,
+            stop: vec!["kobi".into(), "late".into()],
+            ..Default::default()
+        },
     ];
     let mut accepted = [0; 5];
     let mut folder_steps = 0;

@@ -194,6 +194,9 @@ impl Generate {
             StepLengths { prompt: PREFILL, proposal: self.prompt_lookup.unwrap_or_default() };
         let kind = self.runner.unwrap_or(source.default_runner(true));
         let decoder = source.decoder(kind, &spec, &lengths, &self.ort)?;
+        if self.prompt_lookup.is_some() && !decoder.gives_all_logits(2) {
+            printer.warn("--prompt-lookup does nothing: the artifact takes one token a step");
+        }
         let mut step_stats = match &self.step_stats {
             Some(directory) => Some(StepStats::create(directory)?),
             None => None,
@@ -359,7 +362,7 @@ impl Generate {
         let advice = tokenizer.generation_config();
         if self.temperature.is_none() {
             for setting in &advice.unsupported {
-                printer.warn(&format!("generation_config.json: {setting} is not applied"));
+                printer.warn(&format!("{setting} is not applied"));
             }
         }
         let defaults = advice.sampling.clone();

@@ -3,6 +3,7 @@
 mod decode;
 mod export;
 mod kernels;
+mod sampler;
 
 use crate::printer::Printer;
 use clap::{Args, Subcommand};
@@ -23,6 +24,8 @@ enum What {
     Kernels(kernels::BenchKernels),
     /// Prompt and decoding speed of a checkpoint, against the read bandwidth.
     Decode(decode::BenchDecode),
+    /// Picking a token against the time of a step.
+    Sampler(sampler::BenchSampler),
 }
 
 impl Bench {
@@ -31,6 +34,7 @@ impl Bench {
             What::Export(bench) => bench.run(printer),
             What::Kernels(bench) => bench.run(printer),
             What::Decode(bench) => bench.run(printer),
+            What::Sampler(bench) => bench.run(printer),
         }
     }
 }
