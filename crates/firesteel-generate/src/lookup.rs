@@ -37,9 +37,9 @@ impl PromptLookup {
 }
 
 impl Default for PromptLookup {
-    /// Ten tokens after two to four that occur before.
+    /// Ten tokens after one to four that occur before.
     fn default() -> Self {
-        Self { min_ngram: 2, max_ngram: 4, max_tokens: 10 }
+        Self { min_ngram: 1, max_ngram: 4, max_tokens: 10 }
     }
 }
 

