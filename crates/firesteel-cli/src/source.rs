@@ -6,9 +6,9 @@ use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, HeadRunner};
 use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
 use firesteel_engine::{CheckpointEmbedding, CpuModel, Engine, EngineOptions};
-use firesteel_generate::{ChatTemplate, Tokenizer};
+use firesteel_generate::{ChatTemplate, GenerationConfig, Tokenizer};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
-use firesteel_step::{Embedding, Runner, RunnerError, StepSpec};
+use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
 use firesteel_tensor::TensorView;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -36,12 +36,12 @@ pub(crate) struct OrtArgs {
     pub(crate) ort: Option<PathBuf>,
 }
 
-/// The runners of a generation.
-pub(crate) struct Generators {
-    /// One token a step.
-    pub(crate) decode: Box<dyn Runner>,
-    /// Several tokens a step, for the prompt.
-    pub(crate) prefill: Option<Box<dyn Runner>>,
+/// Tokens that a decoder takes at once, besides one.
+pub(crate) struct StepLengths {
+    /// Of the prompt.
+    pub(crate) prompt: usize,
+    /// Most of a proposal that prompt lookup makes; 0 without it.
+    pub(crate) proposal: usize,
 }
 
 /// A checkpoint or an artifact.
@@ -110,31 +110,45 @@ impl Source {
         }
     }
 
-    /// Runners of a checkpoint that decode `spec` and take the prompt in steps of `chunk`, over one
-    /// copy of what is prepared; of an artifact, which has one step, only the first.
-    pub(crate) fn generators(
+    /// A decoder on the steps of `spec`, one token each. That of a checkpoint also takes steps of
+    /// `lengths`, over one copy of what is prepared; an artifact has one step.
+    pub(crate) fn decoder(
         &self,
         kind: RunnerKind,
         spec: &StepSpec,
-        chunk: &StepSpec,
+        lengths: &StepLengths,
         ort: &OrtArgs,
-    ) -> anyhow::Result<Generators> {
-        match (self, kind) {
-            (Self::Checkpoint(checkpoint), RunnerKind::Cpu) => {
-                let model = CpuModel::new(Arc::clone(checkpoint), None)?;
-                Ok(Generators {
-                    decode: Box::new(model.runner(spec.clone())?),
-                    prefill: Some(Box::new(model.runner(chunk.clone())?)),
-                })
+    ) -> anyhow::Result<Box<dyn Decoder>> {
+        let Some(embedding) = self.embedding()? else {
+            bail!("the artifact has no embedding table; export with --embedding");
+        };
+        let config = self.config()?;
+        let Self::Checkpoint(checkpoint) = self else {
+            let runner = self.runner(kind, None, false, ort)?;
+            return Ok(Box::new(StepDecoder::new(&config, runner, embedding)?));
+        };
+        let model = match kind {
+            RunnerKind::Cpu => Some(CpuModel::new(Arc::clone(checkpoint), None)?),
+            _ => None,
+        };
+        let runner = |spec: StepSpec| -> anyhow::Result<Box<dyn Runner>> {
+            match &model {
+                Some(model) => Ok(Box::new(model.runner(spec)?)),
+                None => self.runner(kind, Some(&spec), false, ort),
             }
-            (Self::Checkpoint(_), _) => Ok(Generators {
-                decode: self.runner(kind, Some(spec), false, ort)?,
-                prefill: Some(self.runner(kind, Some(chunk), false, ort)?),
-            }),
-            (Self::Artifact(_), _) => {
-                Ok(Generators { decode: self.runner(kind, None, false, ort)?, prefill: None })
-            }
+        };
+        let mut decoder = StepDecoder::new(&config, runner(spec.clone())?, embedding)?;
+        let prompt = lengths.prompt.min(spec.context);
+        if prompt > 1 {
+            decoder = decoder.with_runner(runner(spec.with_tokens(prompt)?)?)?;
         }
+        let all = spec.with_logits(Logits::All)?;
+        let mut proposal = lengths.proposal.min(spec.context - 1);
+        while proposal > 0 {
+            decoder = decoder.with_runner(runner(all.with_tokens(proposal + 1)?)?)?;
+            proposal /= 2;
+        }
+        Ok(Box::new(decoder))
     }
 
     /// The embedding table, if this source has one.
@@ -149,8 +163,12 @@ impl Source {
 
     /// The tokenizer of the folder or the GGUF file, if it has one.
     pub(crate) fn tokenizer(&self) -> anyhow::Result<Option<Tokenizer>> {
-        if let (Some(path), Some(gguf)) = (self.path(), self.gguf_tokenizer()?) {
-            return Ok(Some(Tokenizer::from_gguf(&gguf, path)?));
+        if let (Self::Checkpoint(checkpoint), Some(tokenizer)) = (self, self.gguf_tokenizer()?)
+            && let Some(gguf) = checkpoint.gguf()
+        {
+            let config = GenerationConfig::from_gguf(gguf)?;
+            let tokenizer = Tokenizer::from_gguf(&tokenizer, gguf.path())?;
+            return Ok(Some(tokenizer.with_generation_config(config)));
         }
         match self.path() {
             Some(folder) if folder.join("tokenizer.json").is_file() => {
@@ -196,7 +214,7 @@ impl Source {
 }
 
 /// Longest text that is read from a file.
-const TEXT_LIMIT: u64 = 16 << 20;
+pub(crate) const TEXT_LIMIT: u64 = 16 << 20;
 
 /// A text file of the user's, bounded.
 pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {

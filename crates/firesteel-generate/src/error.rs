@@ -1,5 +1,4 @@
-use firesteel_step::{RunnerError, StepError};
-use firesteel_tensor::TensorError;
+use firesteel_step::RunnerError;
 use std::path::PathBuf;
 
 /// What can go wrong between text and text.
@@ -113,27 +112,9 @@ pub enum GenerateError {
         /// Rows of the embedding.
         rows: usize,
     },
-    /// A runner cannot be used for generation.
-    #[error("runner {runner}: {what} is {actual}, but generation needs {expected}")]
-    Unusable {
-        /// Name of the runner.
-        runner: String,
-        /// What does not fit.
-        what: &'static str,
-        /// What the runner has.
-        actual: String,
-        /// What is needed.
-        expected: String,
-    },
-    /// A step failed.
+    /// A step failed, or the decoder cannot be used for generation.
     #[error(transparent)]
     Runner(#[from] RunnerError),
-    /// The cache refused a step.
-    #[error(transparent)]
-    Step(#[from] StepError),
-    /// An output is not a float tensor.
-    #[error(transparent)]
-    Tensor(#[from] TensorError),
 }
 
 impl GenerateError {

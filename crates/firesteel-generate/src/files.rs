@@ -1,4 +1,5 @@
 use crate::{GenerateError, SamplingOptions};
+use firesteel_checkpoint::{Gguf, GgufValue};
 use serde::Deserialize as _;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -69,7 +70,7 @@ pub(crate) fn special_tokens(file: &JsonFile) -> impl Iterator<Item = (&str, &st
     })
 }
 
-/// What generation_config.json says.
+/// What generation_config.json or the metadata of a GGUF file says.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GenerationConfig {
     /// Ids that end a sequence.
@@ -77,7 +78,8 @@ pub struct GenerationConfig {
     /// The advice on sampling; greedy unless `do_sample` is true. Penalties, bad words and least
     /// tokens count either way. The seed is 0.
     pub sampling: SamplingOptions,
-    /// Sampling settings that are not supported and would change the result, as `key = value`.
+    /// Sampling settings that are not supported and would change the result, as `key = value` with
+    /// where they are from.
     pub unsupported: Vec<String>,
 }
 
@@ -123,10 +125,64 @@ impl GenerationConfig {
         for (key, neutral) in NEUTRAL {
             let value = file.number(key, neutral)?;
             if value != neutral {
-                unsupported.push(format!("{key} = {value}"));
+                unsupported.push(format!("generation_config.json: {key} = {value}"));
             }
         }
         Ok(Self { eos_token_ids: file.ids("eos_token_id")?, sampling, unsupported })
+    }
+
+    /// Reads `general.sampling.*` of a GGUF file, where llama.cpp keeps the model's advice; the
+    /// default when there is none. With one of `temp`, `top_k`, `top_p` and `min_p` it advises to
+    /// sample, at temperature 1 unless it says another. The end ids come with the tokenizer.
+    ///
+    /// # Errors
+    /// When a value has the wrong type; the error names the key.
+    pub fn from_gguf(gguf: &Gguf) -> Result<Self, GenerateError> {
+        let number = |name: &str| -> Result<Option<f64>, GenerateError> {
+            let key = format!("general.sampling.{name}");
+            let Some(value) = gguf.get(&key) else { return Ok(None) };
+            let number = match value {
+                GgufValue::I32(value) => Some(f64::from(value)),
+                value => value.as_f64().or_else(|| value.as_u64().map(|value| value as f64)),
+            };
+            let wrong = || GenerateError::Value {
+                path: gguf.path().into(),
+                key: key.clone(),
+                value: format!("{value:?}"),
+                accepted: "a number is accepted",
+            };
+            number.map(Some).ok_or_else(wrong)
+        };
+        let [temperature, top_k, top_p, min_p] =
+            [number("temp")?, number("top_k")?, number("top_p")?, number("min_p")?];
+        let samples = [temperature, top_k, top_p, min_p].iter().any(Option::is_some);
+        let default = if samples { 1.0 } else { 0.0 };
+        let repetition_penalty = number("penalty_repeat")?.unwrap_or(1.0);
+        let sampling = SamplingOptions {
+            // There, all from 0 down is greedy.
+            temperature: temperature.unwrap_or(default).max(0.0) as f32,
+            // All from 0 down keeps every id; the cast saturates.
+            top_k: top_k.unwrap_or(0.0) as usize,
+            top_p: top_p.unwrap_or(1.0) as f32,
+            min_p: min_p.unwrap_or(0.0) as f32,
+            repetition_penalty: repetition_penalty as f32,
+            ..SamplingOptions::GREEDY
+        };
+        let mut unsupported = Vec::new();
+        for (name, neutral) in
+            [("xtc_probability", 0.0), ("mirostat", 0.0), ("penalty_last_n", -1.0)]
+        {
+            let value = number(name)?.unwrap_or(neutral);
+            // How far a penalty looks back means nothing without one.
+            let acts = name != "penalty_last_n" || repetition_penalty != 1.0;
+            if value != neutral && acts {
+                unsupported.push(format!("general.sampling.{name} = {value}"));
+            }
+        }
+        if let Some(value) = gguf.get("general.sampling.sequence") {
+            unsupported.push(format!("general.sampling.sequence = {value:?}"));
+        }
+        Ok(Self { eos_token_ids: Vec::new(), sampling, unsupported })
     }
 }
 
@@ -160,7 +216,7 @@ mod tests {
             min_tokens: 2,
             ..SamplingOptions::GREEDY
         };
-        let unsupported = vec!["typical_p = 0.5".to_owned()];
+        let unsupported = vec!["generation_config.json: typical_p = 0.5".to_owned()];
         let expected = GenerationConfig { eos_token_ids: vec![1, 7], sampling, unsupported };
         assert_eq!(config.unwrap(), expected);
         assert_eq!(read(r#"{"eos_token_id": 3}"#).unwrap().eos_token_ids, [3]);

@@ -1,10 +1,11 @@
+use crate::lookup::Speculation;
 use crate::options::check_ids;
 use crate::{
-    GenerateError, MODEL_FORWARD_MS, MODEL_SAMPLE_MS, Released, Sampler, SamplingOptions,
-    StepRecord, StepStats, StopStrings, TextStream, TokenLogprobs, Tokenizer,
+    GenerateError, MODEL_FORWARD_MS, MODEL_SAMPLE_MS, PromptLookup, Released, Sampler,
+    SamplingOptions, StepRecord, StepStats, StopStrings, TextStream, TokenLogprobs, Tokenizer,
 };
 use firesteel_checkpoint::ModelConfig;
-use firesteel_step::{Embedding, KvState, Logits, Role, Runner, StepSpec};
+use firesteel_step::{Decoder, RunnerError, Wanted};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -25,6 +26,9 @@ pub struct GenerateOptions {
     /// With a number, each token comes with its log-probability and those of this many most
     /// probable tokens.
     pub top_logprobs: Option<usize>,
+    /// Runs several tokens at once where the sequence repeats itself. It makes no other text: a
+    /// proposed token stays only where the same token is sampled.
+    pub prompt_lookup: Option<PromptLookup>,
 }
 
 /// What happens while generating, in order: `Prefill` events, then one `Token` a token, then at
@@ -79,11 +83,18 @@ pub enum StopReason {
 pub struct Stats {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Those of them that an earlier generation had run already.
+    pub cached_tokens: usize,
     /// Tokens generated, an end token included.
     pub generated_tokens: usize,
-    /// Steps that ran the prompt; with a prefill runner fewer than its tokens.
+    /// Tokens that prompt lookup proposed and a step ran.
+    pub proposed_tokens: usize,
+    /// Those of them that were sampled too.
+    pub accepted_tokens: usize,
+    /// Steps that ran the prompt; fewer than its tokens where a step takes several.
     pub prefill_steps: usize,
-    /// Steps that ran generated tokens; each but the first generated token needs one.
+    /// Steps that ran generated tokens; each but the first generated token needs one, and the
+    /// accepted ones none.
     pub decode_steps: usize,
     /// Time of the prompt's steps.
     pub prefill_seconds: f64,
@@ -96,14 +107,14 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Prompt tokens a second; `None` without a measurable time.
+    /// Prompt tokens that were run, a second; `None` without a measurable time.
     pub fn prefill_tokens_per_second(&self) -> Option<f64> {
-        rate(self.prompt_tokens, self.prefill_seconds)
+        rate(self.prompt_tokens.saturating_sub(self.cached_tokens), self.prefill_seconds)
     }
 
-    /// Decode steps a second, each of which makes one token; `None` without a step.
+    /// Tokens after the first, a second; `None` without a second one.
     pub fn decode_tokens_per_second(&self) -> Option<f64> {
-        rate(self.decode_steps, self.decode_seconds)
+        rate(self.generated_tokens.saturating_sub(1), self.decode_seconds)
     }
 }
 
@@ -127,84 +138,63 @@ pub struct Generation {
     pub stats: Stats,
 }
 
-/// A runner with its contract.
-struct Stage<'a> {
-    runner: &'a mut dyn Runner,
-    spec: StepSpec,
-}
-
-/// Generates token by token on a runner.
+/// Generates token by token on a decoder.
+///
+/// With [`with_prompt_cache`](Self::with_prompt_cache) it is a session: a prompt that begins as
+/// what was run before runs only what is new.
 pub struct Generator<'a> {
-    decode: Stage<'a>,
-    prefill: Option<Stage<'a>>,
-    embedding: &'a dyn Embedding,
+    decoder: Box<dyn Decoder + 'a>,
     tokenizer: Option<&'a Tokenizer>,
     end_ids: BTreeSet<u32>,
-    state: KvState,
     step_stats: Option<&'a mut StepStats>,
-    /// Embeddings of the step at hand; reused between steps.
-    x: Vec<f32>,
+    prompt_cache: bool,
+    /// The tokens in the decoder's caches.
+    tokens: Vec<u32>,
+    /// Logits of the step at hand; reused between steps.
+    logits: Vec<f32>,
 }
 
+/// Tokens at the end of a prompt that are run by themselves in a session, so that a next prompt
+/// can branch off within them: templates begin the answer there with what they leave out once it
+/// is an earlier one, such as the mark that begins a thought.
+const BRANCH: usize = 16;
+
 impl<'a> Generator<'a> {
-    /// A generator on `decode`, which runs all layers of `config` and the head for one token a
-    /// step. It stops at the end ids of `config`.
+    /// A generator on `decoder`, whose sequence is its own from now on. It stops at the end ids of
+    /// `config`.
     ///
     /// # Errors
-    /// When the runner's steps are otherwise, or the caches do not fit in memory arithmetic.
+    /// When the decoder has another vocabulary than `config`.
     pub fn new(
         config: &ModelConfig,
-        decode: &'a mut dyn Runner,
-        embedding: &'a dyn Embedding,
+        decoder: Box<dyn Decoder + 'a>,
     ) -> Result<Self, GenerateError> {
-        let spec = decode.spec().clone();
-        let layers = spec.first_layer..spec.first_layer.saturating_add(spec.layers.len());
-        require(decode, "the tokens of a step", spec.tokens, 1)?;
-        require(decode, "the range of layers", layers, 0..config.num_layers())?;
-        require(decode, "the vocabulary", spec.vocab_size, config.vocab_size)?;
-        require(decode, "the hidden size", spec.hidden_size, embedding.hidden_size())?;
-        if spec.logits == Logits::Hidden {
-            return Err(unusable(decode, "the output", "the hidden state", "logits"));
+        if decoder.vocab_size() != config.vocab_size {
+            return Err(GenerateError::Runner(RunnerError::Unusable {
+                runner: decoder.name().into(),
+                what: "the vocabulary",
+                actual: decoder.vocab_size().to_string(),
+                expected: config.vocab_size.to_string(),
+            }));
         }
-        let state = KvState::new(&spec)?;
         Ok(Self {
-            decode: Stage { runner: decode, spec },
-            prefill: None,
-            embedding,
+            decoder,
             tokenizer: None,
             end_ids: config.eos_token_ids.iter().copied().collect(),
-            state,
             step_stats: None,
-            x: Vec::new(),
+            prompt_cache: false,
+            tokens: Vec::new(),
+            logits: Vec::new(),
         })
     }
 
-    /// Runs whole chunks of the prompt on `runner`, whose steps are those of the decode runner
-    /// but for the number of tokens and the output. A runner without a head never gets the last
-    /// token.
-    ///
-    /// # Errors
-    /// When its steps do not continue the same caches.
-    pub fn with_prefill(mut self, runner: &'a mut dyn Runner) -> Result<Self, GenerateError> {
-        let spec = runner.spec().clone();
-        let decode = &self.decode.spec;
-        require(runner, "the context", spec.context, decode.context)?;
-        require(runner, "the first layer", spec.first_layer, decode.first_layer)?;
-        if spec.rope_sliding != decode.rope_sliding || spec.rope_full != decode.rope_full {
-            return Err(unusable(runner, "the rotary embedding", "another", "the decode runner's"));
-        }
-        if spec.vocab_size != decode.vocab_size && spec.logits != Logits::Hidden {
-            require(runner, "the vocabulary", spec.vocab_size, decode.vocab_size)?;
-        }
-        let expected = decode.with_tokens(spec.tokens)?.inputs;
-        require(runner, "the number of inputs", spec.inputs.len(), expected.len())?;
-        for (input, expected) in spec.inputs.iter().zip(&expected) {
-            let show =
-                |t: &firesteel_step::TensorSpec| format!("{} {} {:?}", t.name, t.dtype, t.shape);
-            require(runner, "an input", show(input), show(expected))?;
-        }
-        self.prefill = Some(Stage { runner, spec });
-        Ok(self)
+    /// Keeps the caches from one generation to the next. Where a prompt begins as the sequence
+    /// before it, at most its last token and what the decoder cannot have again is run anew. The
+    /// decoder keeps copies of its sliding windows for that.
+    #[must_use]
+    pub fn with_prompt_cache(mut self) -> Self {
+        self.prompt_cache = true;
+        self
     }
 
     /// Turns ids into text with `tokenizer`, samples only ids that have a token, and stops at its
@@ -229,8 +219,7 @@ impl<'a> Generator<'a> {
         &self.end_ids
     }
 
-    /// Runs `prompt` and generates after it, from an empty cache. `on_event` is told what happens
-    /// and can break off.
+    /// Runs `prompt` and generates after it. `on_event` is told what happens and can break off.
     ///
     /// # Errors
     /// When the prompt is empty, longer than the context or has an id without an embedding, an
@@ -243,102 +232,93 @@ impl<'a> Generator<'a> {
     ) -> Result<Generation, GenerateError> {
         let start = Instant::now();
         self.check_prompt(prompt)?;
-        let mut sampler = self.sampler(prompt, options)?;
-        let mut text = match self.tokenizer {
-            Some(tokenizer) => Some(Text::new(tokenizer, &options.stop)?),
-            None => None,
+        let mut output = Output {
+            sampler: self.sampler(prompt, options)?,
+            text: match self.tokenizer {
+                Some(tokenizer) => Some(Text::new(tokenizer, &options.stop)?),
+                None => None,
+            },
+            ids: Vec::new(),
+            logprobs: options.top_logprobs.map(|_| Vec::new()),
         };
-        let mut ids = Vec::new();
-        let mut logprobs = options.top_logprobs.map(|_| Vec::new());
+        let mut speculation = options.prompt_lookup.map(Speculation::new).transpose()?;
         let mut stats = Stats { prompt_tokens: prompt.len(), ..Stats::default() };
-        self.state.clear();
-
-        let mut logits = Vec::new();
-        let mut done = 0;
-        let mut stop = None;
         // The step whose logits are next to be sampled, until it is recorded.
-        let mut forward = None;
-        while done < prompt.len() && stop.is_none() {
-            self.record(forward.take(), None);
-            let step_start = Instant::now();
-            let tokens = self.prefill_step(&prompt[done..], &mut logits)?;
-            let elapsed = step_start.elapsed();
-            forward = Some(Forward { time: elapsed, tokens, position: done });
-            done += tokens;
-            stats.prefill_seconds += elapsed.as_secs_f64();
-            stats.prefill_steps += 1;
-            if on_event(Event::Prefill { done, total: prompt.len() }).is_break() {
-                stop = Some(StopReason::Cancelled);
-            }
-        }
+        let (mut forward, mut stop) = self.prefill(prompt, &mut stats, on_event)?;
         if options.max_tokens == Some(0) {
             stop = stop.or(Some(StopReason::MaxTokens));
         }
 
         let mut decode_time = Duration::ZERO;
+        // The last token and those that are proposed after it.
+        let mut step = Vec::new();
         let stop = loop {
             if let Some(stop) = stop {
                 break stop;
             }
             let step_start = Instant::now();
-            let mut sample_start = step_start;
-            if let Some(&last) = ids.last() {
-                let position = self.state.position();
-                if position >= self.state.context() {
+            if let Some(&last) = output.ids.last() {
+                let position = self.decoder.position();
+                let Some(room) = self.decoder.context().checked_sub(position + 1) else {
                     break StopReason::ContextFull;
+                };
+                let left = options.max_tokens.map_or(room, |most| most - output.ids.len() - 1);
+                step.clear();
+                step.push(last);
+                if let Some(speculation) = &mut speculation {
+                    let proposal = speculation.propose(output.sampler.history(), room.min(left));
+                    let runs = |tokens: &usize| self.decoder.gives_all_logits(tokens + 1);
+                    let tokens = (1..=proposal.len()).rev().find(runs).unwrap_or(0);
+                    step.extend_from_slice(&proposal[..tokens]);
                 }
-                self.step(StageName::Decode, &[last], Some(&mut logits))?;
+                let wanted = if step.len() > 1 { Wanted::All } else { Wanted::Last };
+                self.decoder.forward(&step, wanted, &mut self.logits)?;
                 stats.decode_steps += 1;
-                if self.step_stats.is_some() {
-                    sample_start = Instant::now();
-                    let time = sample_start.duration_since(step_start);
-                    forward = Some(Forward { time, tokens: 1, position });
+                let (time, tokens) = (step_start.elapsed(), step.len());
+                forward = Some(Forward { time, tokens, position, accepted: None });
+            }
+            let mut elapsed = step_start.elapsed();
+            let mut sample_time = Duration::ZERO;
+            // Rows of logits that came to a token.
+            let mut rows = 0;
+            for logits in self.logits.chunks_exact(self.decoder.vocab_size()) {
+                let sample_start = Instant::now();
+                let id = output.pick(logits, options)?;
+                sample_time += sample_start.elapsed();
+                if output.ids.len() == 1 {
+                    stats.time_to_first_token_seconds = Some(start.elapsed().as_secs_f64());
+                }
+                rows += 1;
+                stop = output.show(id, &self.end_ids, options, on_event);
+                if stop.is_some() || step.get(rows) != Some(&id) {
+                    break;
                 }
             }
-            let id = sampler.sample(&logits)?;
-            if let (Some(all), Some(top)) = (&mut logprobs, options.top_logprobs) {
-                all.push(sampler.logprobs(&logits, id, top)?);
+            if rows == 0 {
+                return Err(GenerateError::Logits { message: "the step has none".into() });
             }
-            let elapsed = step_start.elapsed();
-            if ids.is_empty() {
-                stats.time_to_first_token_seconds = Some(start.elapsed().as_secs_f64());
-            } else {
+            if let Some(proposed) = step.len().checked_sub(1) {
+                let commit_start = Instant::now();
+                self.commit(&step[..rows])?;
+                elapsed += sample_time + commit_start.elapsed();
                 decode_time += elapsed;
                 stats.slowest_decode_step_seconds =
                     stats.slowest_decode_step_seconds.max(elapsed.as_secs_f64());
-            }
-            let before_sample = sample_start.duration_since(step_start);
-            self.record(forward.take(), Some(elapsed.saturating_sub(before_sample)));
-            ids.push(id);
-            let ended = if self.end_ids.contains(&id) {
-                Some(StopReason::EndOfSequence)
-            } else {
-                options.stop_ids.contains(&id).then_some(StopReason::StopId(id))
-            };
-            let released = match &mut text {
-                Some(text) if ended.is_none() => {
-                    text.push(id, ids.len() > options.sampling.min_tokens)
+                stats.proposed_tokens += proposed;
+                stats.accepted_tokens += rows - 1;
+                if let (Some(speculation), Some(forward), 1..) =
+                    (&mut speculation, &mut forward, proposed)
+                {
+                    speculation.record(proposed, rows - 1);
+                    forward.accepted = Some(rows - 1);
                 }
-                _ => Released { text: String::new(), stop: None },
-            };
-            let logprobs = logprobs.as_ref().and_then(|all| all.last());
-            let flow = on_event(Event::Token { id, text: &released.text, logprobs });
-            stop = if ended.is_some() {
-                ended
-            } else if let Some(number) = released.stop {
-                Some(StopReason::StopString(number))
-            } else if flow.is_break() {
-                Some(StopReason::Cancelled)
-            } else if options.max_tokens == Some(ids.len()) {
-                Some(StopReason::MaxTokens)
-            } else {
-                None
-            };
+            }
+            self.record(forward.take(), Some(sample_time));
         };
         self.record(forward, None);
-        stats.generated_tokens = ids.len();
+        stats.generated_tokens = output.ids.len();
         stats.decode_seconds = decode_time.as_secs_f64();
-        let text = text.map(|mut text| {
+        let text = output.text.map(|mut text| {
             if !matches!(stop, StopReason::StopString(_)) {
                 let tail = text.finish();
                 if !tail.is_empty() {
@@ -348,12 +328,78 @@ impl<'a> Generator<'a> {
             }
             text.whole
         });
-        Ok(Generation { ids, text, logprobs, stop, stats })
+        Ok(Generation { ids: output.ids, text, logprobs: output.logprobs, stop, stats })
+    }
+
+    /// Runs what is new of `prompt`, and leaves the logits of its last token. Returns the last
+    /// step, which is not recorded yet, and whether the caller broke off.
+    fn prefill(
+        &mut self,
+        prompt: &[u32],
+        stats: &mut Stats,
+        on_event: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<(Option<Forward>, Option<StopReason>), GenerateError> {
+        let mut done = self.rewind(prompt);
+        stats.cached_tokens = done;
+        let branch = prompt.len().saturating_sub(BRANCH);
+        let mut forward = None;
+        self.mark();
+        while done < prompt.len() {
+            self.record(forward.take(), None);
+            let step_start = Instant::now();
+            let end = if self.prompt_cache && done < branch { branch } else { prompt.len() };
+            let tokens = self.decoder.chunk(end - done).clamp(1, end - done);
+            let ids = &prompt[done..done + tokens];
+            let last = done + tokens == prompt.len();
+            let wanted = if last { Wanted::Last } else { Wanted::Nothing };
+            self.decoder.forward(ids, wanted, &mut self.logits)?;
+            self.commit(ids)?;
+            let time = step_start.elapsed();
+            forward = Some(Forward { time, tokens, position: done, accepted: None });
+            done += tokens;
+            stats.prefill_seconds += time.as_secs_f64();
+            stats.prefill_steps += 1;
+            if done == branch || last {
+                self.mark();
+            }
+            if on_event(Event::Prefill { done, total: prompt.len() }).is_break() {
+                return Ok((forward, Some(StopReason::Cancelled)));
+            }
+        }
+        Ok((forward, None))
+    }
+
+    /// Goes back to where the decoder's sequence and `prompt` part, or before, and returns the
+    /// tokens that they share. One token of the prompt is left at least, for its logits.
+    fn rewind(&mut self, prompt: &[u32]) -> usize {
+        if !self.prompt_cache {
+            self.decoder.clear();
+            self.tokens.clear();
+            return 0;
+        }
+        let shared = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let position = self.decoder.rewind(shared.min(prompt.len().saturating_sub(1)));
+        self.tokens.truncate(position);
+        position
+    }
+
+    /// Has the decoder remember where it is, in a session.
+    fn mark(&mut self) {
+        if self.prompt_cache && !self.tokens.is_empty() {
+            self.decoder.mark();
+        }
+    }
+
+    /// Keeps `ids`, the first ones of the last forward.
+    fn commit(&mut self, ids: &[u32]) -> Result<(), GenerateError> {
+        self.decoder.commit(ids.len())?;
+        self.tokens.extend_from_slice(ids);
+        Ok(())
     }
 
     /// A sampler for what follows `prompt`; the options are checked.
     fn sampler(&self, prompt: &[u32], options: &GenerateOptions) -> Result<Sampler, GenerateError> {
-        let vocab_size = self.decode.spec.vocab_size;
+        let vocab_size = self.decoder.vocab_size();
         let min_tokens = options.sampling.min_tokens;
         if let Some(max_tokens) = options.max_tokens.filter(|&most| most < min_tokens) {
             let accepted = format!("at most max_tokens, {max_tokens}, is accepted");
@@ -393,8 +439,9 @@ impl<'a> Generator<'a> {
         stats.record(&StepRecord {
             times,
             tokens: forward.tokens,
+            accepted: forward.accepted,
             position: forward.position,
-            cache_bytes: self.state.bytes(),
+            cache_bytes: self.decoder.cache_bytes(),
         });
     }
 
@@ -402,63 +449,67 @@ impl<'a> Generator<'a> {
         if prompt.is_empty() {
             return Err(GenerateError::EmptyPrompt);
         }
-        let context = self.state.context();
+        let context = self.decoder.context();
         if prompt.len() > context {
             return Err(GenerateError::PromptTooLong { prompt: prompt.len(), context });
         }
-        let rows = self.embedding.rows();
+        let rows = self.decoder.embedding_rows();
         match prompt.iter().position(|&id| id as usize >= rows) {
             Some(index) => Err(GenerateError::TokenOutOfRange { index, id: prompt[index], rows }),
             None => Ok(()),
         }
     }
+}
 
-    /// Runs the beginning of `prompt`: a whole chunk if there is a prefill runner and enough is
-    /// left, else one token. Fills `logits` when that was all of it. Returns the tokens run.
-    fn prefill_step(
-        &mut self,
-        prompt: &[u32],
-        logits: &mut Vec<f32>,
-    ) -> Result<usize, GenerateError> {
-        let chunk = self.prefill.as_ref().map(|stage| &stage.spec).filter(|spec| {
-            let headless = spec.logits == Logits::Hidden;
-            prompt.len() >= spec.tokens.saturating_add(usize::from(headless))
-        });
-        let (name, tokens) = match chunk {
-            Some(spec) => (StageName::Prefill, spec.tokens),
-            None => (StageName::Decode, 1),
-        };
-        let is_last = tokens == prompt.len();
-        self.step(name, &prompt[..tokens], is_last.then_some(logits))?;
-        Ok(tokens)
+/// What a generation has made so far.
+struct Output<'t> {
+    sampler: Sampler,
+    text: Option<Text<'t>>,
+    ids: Vec<u32>,
+    logprobs: Option<Vec<TokenLogprobs>>,
+}
+
+impl Output<'_> {
+    /// Picks the next token.
+    fn pick(&mut self, logits: &[f32], options: &GenerateOptions) -> Result<u32, GenerateError> {
+        let id = self.sampler.sample(logits)?;
+        if let (Some(all), Some(top)) = (&mut self.logprobs, options.top_logprobs) {
+            all.push(self.sampler.logprobs(logits, id, top)?);
+        }
+        self.ids.push(id);
+        Ok(id)
     }
 
-    /// Runs one step, and copies the logits of its last token if they are wanted.
-    fn step(
+    /// Tells of the token that was picked, and whether it is the last.
+    fn show(
         &mut self,
-        name: StageName,
-        ids: &[u32],
-        logits: Option<&mut Vec<f32>>,
-    ) -> Result<(), GenerateError> {
-        let stage = match (name, &mut self.prefill) {
-            (StageName::Prefill, Some(stage)) => stage,
-            _ => &mut self.decode,
+        id: u32,
+        end_ids: &BTreeSet<u32>,
+        options: &GenerateOptions,
+        on_event: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Option<StopReason> {
+        let ended = if end_ids.contains(&id) {
+            Some(StopReason::EndOfSequence)
+        } else {
+            options.stop_ids.contains(&id).then_some(StopReason::StopId(id))
         };
-        let spec = &stage.spec;
-        self.x.resize(ids.len().saturating_mul(spec.hidden_size), 0.0);
-        self.embedding.lookup(ids, &mut self.x)?;
-        let step = self.state.prepare(spec, &self.x)?;
-        let outputs = stage.runner.step(&self.state.inputs(spec, &step)?)?;
-        self.state.commit(spec, step, &outputs)?;
-        if let Some(logits) = logits {
-            let missing = || GenerateError::Logits { message: "the step has none".into() };
-            let tensor = outputs.get(spec, Role::Logits).ok_or_else(missing)?;
-            let values = tensor.view().to_f32()?;
-            let row = values.len().checked_sub(spec.vocab_size).ok_or_else(missing)?;
-            logits.clear();
-            logits.extend_from_slice(&values[row..]);
+        let released = match &mut self.text {
+            Some(text) if ended.is_none() => {
+                text.push(id, self.ids.len() > options.sampling.min_tokens)
+            }
+            _ => Released { text: String::new(), stop: None },
+        };
+        let logprobs = self.logprobs.as_ref().and_then(|all| all.last());
+        let flow = on_event(Event::Token { id, text: &released.text, logprobs });
+        if ended.is_some() {
+            ended
+        } else if let Some(number) = released.stop {
+            Some(StopReason::StopString(number))
+        } else if flow.is_break() {
+            Some(StopReason::Cancelled)
+        } else {
+            (options.max_tokens == Some(self.ids.len())).then_some(StopReason::MaxTokens)
         }
-        Ok(())
     }
 }
 
@@ -500,37 +551,6 @@ struct Forward {
     time: Duration,
     tokens: usize,
     position: usize,
-}
-
-#[derive(Clone, Copy)]
-enum StageName {
-    Prefill,
-    Decode,
-}
-
-fn unusable(
-    runner: &dyn Runner,
-    what: &'static str,
-    actual: impl Into<String>,
-    expected: impl Into<String>,
-) -> GenerateError {
-    GenerateError::Unusable {
-        runner: runner.name().into(),
-        what,
-        actual: actual.into(),
-        expected: expected.into(),
-    }
-}
-
-fn require<T: PartialEq + std::fmt::Debug>(
-    runner: &dyn Runner,
-    what: &'static str,
-    actual: T,
-    expected: T,
-) -> Result<(), GenerateError> {
-    if actual == expected {
-        Ok(())
-    } else {
-        Err(unusable(runner, what, format!("{actual:?}"), format!("{expected:?}")))
-    }
+    /// Proposed tokens that were sampled too; `None` when none was proposed.
+    accepted: Option<usize>,
 }

@@ -1,5 +1,5 @@
 //! From text to text: tokenizer, chat template, sampler, and the generation loop on any
-//! [`Runner`](firesteel_step::Runner).
+//! [`Decoder`](firesteel_step::Decoder).
 //!
 //! A [`Tokenizer`] turns text into ids and ids into bytes, a [`ChatTemplate`] turns a
 //! [`Conversation`] into the ids of a prompt, a [`Sampler`] picks the next id from logits, and a
@@ -7,6 +7,7 @@
 //! works on ids alone. So do [`StopStrings`], which end a text, [`PromptLookup`], which guesses
 //! how it goes on, and [`StepStats`], which writes down what the steps cost.
 
+mod answer;
 mod chat;
 mod error;
 mod files;

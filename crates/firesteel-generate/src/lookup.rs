@@ -1,3 +1,5 @@
+use crate::GenerateError;
+
 /// Proposes how a sequence goes on from what it has in common with its own past, for speculative
 /// decoding by prompt lookup (Saxena 2023).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +33,67 @@ impl PromptLookup {
             }
         }
         proposal
+    }
+}
+
+impl Default for PromptLookup {
+    /// Ten tokens after one to four that occur before.
+    fn default() -> Self {
+        Self { min_ngram: 1, max_ngram: 4, max_tokens: 10 }
+    }
+}
+
+/// Most tokens that a step may be proposed: each needs a row of logits.
+const MOST_TOKENS: usize = 64;
+
+/// Tokens of the first proposal.
+const FIRST_TOKENS: usize = 4;
+
+/// Most steps without a proposal after those that were wrong.
+const LONGEST_PAUSE: usize = 31;
+
+/// Prompt lookup at a pace: proposals get longer while they are right, and rarer while they are
+/// wrong, since a rejected token costs its share of a step.
+///
+/// A proposal that was right to the end doubles the next one, any other makes it as long as what
+/// was right of it. After one of which nothing was right there is none for 1, 3, 7, … steps, 31 at
+/// most.
+pub(crate) struct Speculation {
+    lookup: PromptLookup,
+    /// Tokens of the next proposal.
+    tokens: usize,
+    /// Length of the last pause.
+    pause: usize,
+    /// Steps that are left of it.
+    waiting: usize,
+}
+
+impl Speculation {
+    pub(crate) fn new(lookup: PromptLookup) -> Result<Self, GenerateError> {
+        if !(1..=MOST_TOKENS).contains(&lookup.max_tokens) {
+            let accepted = format!("1 to {MOST_TOKENS} tokens are accepted");
+            return Err(GenerateError::option("prompt_lookup", lookup.max_tokens, accepted));
+        }
+        let tokens = lookup.max_tokens.min(FIRST_TOKENS);
+        Ok(Self { lookup, tokens, pause: 0, waiting: 0 })
+    }
+
+    /// What to run after the end of `history`, `room` tokens at most.
+    pub(crate) fn propose<'h>(&mut self, history: &'h [u32], room: usize) -> &'h [u32] {
+        if self.waiting > 0 {
+            self.waiting -= 1;
+            return &[];
+        }
+        PromptLookup { max_tokens: self.tokens.min(room), ..self.lookup }.propose(history)
+    }
+
+    /// Takes notice of how a proposal came out.
+    pub(crate) fn record(&mut self, proposed: usize, accepted: usize) {
+        let whole = accepted >= proposed;
+        let tokens = if whole { self.tokens.max(proposed.saturating_mul(2)) } else { accepted };
+        self.tokens = tokens.clamp(1, self.lookup.max_tokens);
+        self.pause = if accepted == 0 { (2 * self.pause + 1).min(LONGEST_PAUSE) } else { 0 };
+        self.waiting = self.pause;
     }
 }
 

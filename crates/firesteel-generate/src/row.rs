@@ -58,6 +58,15 @@ impl Row {
         weigh(&self.logits, largest, temperature, &mut self.weights)
     }
 
+    /// The ids whose logits are `bound` or more, and some others.
+    pub(crate) fn candidates(&self, bound: f32) -> impl Iterator<Item = Candidates<'_>> + Clone {
+        let blocks = self.logits.chunks(BLOCK).zip(self.weights.chunks(BLOCK)).zip(&self.maxima);
+        let blocks = (0u32..).step_by(BLOCK).zip(blocks);
+        blocks
+            .filter(move |(_, (_, largest))| **largest >= bound)
+            .map(|(first, ((logits, weights), _))| Candidates { first, ids: &[], logits, weights })
+    }
+
     /// The lowest id whose logit is `logit`, which is the largest.
     pub(crate) fn first_of(&self, logit: f32) -> Option<u32> {
         let block = self.maxima.iter().position(|&largest| largest == logit)? * BLOCK;
@@ -74,6 +83,36 @@ impl Row {
         self.scratch.clear();
         self.scratch.extend_from_slice(&self.maxima);
         *self.scratch.select_nth_unstable_by(count - 1, |a, b| b.total_cmp(a)).1
+    }
+}
+
+/// Some ids with their logits and weights, in order of the ids.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Candidates<'a> {
+    /// The id of the first one, where `ids` is empty because they follow one another.
+    pub(crate) first: u32,
+    pub(crate) ids: &'a [u32],
+    pub(crate) logits: &'a [f32],
+    pub(crate) weights: &'a [f32],
+}
+
+impl Candidates<'_> {
+    #[inline(always)]
+    pub(crate) fn id(&self, index: usize) -> u32 {
+        self.ids.get(index).copied().unwrap_or(self.first.wrapping_add(index as u32))
+    }
+
+    /// Weight of all that come before an id, in order of logit, then id.
+    pub(crate) fn weight_before(&self, logit: f32, id: u32) -> f64 {
+        let lower_ids = if self.ids.is_empty() {
+            (id.saturating_sub(self.first) as usize).min(self.logits.len())
+        } else {
+            self.ids.partition_point(|&other| other < id)
+        };
+        let (logits, other_logits) = self.logits.split_at(lower_ids);
+        let (weights, other_weights) = self.weights.split_at(lower_ids);
+        sum_where(logits, weights, |other| other >= logit)
+            + sum_where(other_logits, other_weights, |other| other > logit)
     }
 }
 
@@ -226,6 +265,21 @@ fn weigh(logits: &[f32], largest: f32, temperature: f32, weights: &mut Vec<f32>)
         *weight = exp_of_negative((logit - largest) / temperature);
     }
     sum(weights)
+}
+
+/// Sum of the weights of the logits that are `counted`.
+fn sum_where(logits: &[f32], weights: &[f32], counted: impl Fn(f32) -> bool) -> f64 {
+    let weigh =
+        |(&logit, &weight): (&f32, &f32)| if counted(logit) { f64::from(weight) } else { 0.0 };
+    let mut sums = [0f64; LANES];
+    let (groups, rest) = logits.as_chunks::<LANES>();
+    let (weight_groups, weight_rest) = weights.as_chunks::<LANES>();
+    for (logits, weights) in groups.iter().zip(weight_groups) {
+        for (sum, pair) in sums.iter_mut().zip(logits.iter().zip(weights)) {
+            *sum += weigh(pair);
+        }
+    }
+    sums.iter().sum::<f64>() + rest.iter().zip(weight_rest).map(weigh).sum::<f64>()
 }
 
 fn sum(values: &[f32]) -> f64 {

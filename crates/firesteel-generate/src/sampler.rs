@@ -1,5 +1,5 @@
 use crate::options::check_ids;
-use crate::row::{Pool, Row};
+use crate::row::{Candidates, Pool, Row};
 use crate::{GenerateError, SamplingOptions};
 use serde::Serialize;
 use std::collections::HashMap;
@@ -132,6 +132,11 @@ impl Sampler {
         self
     }
 
+    /// The prompt and what was picked after it.
+    pub(crate) fn history(&self) -> &[u32] {
+        &self.history
+    }
+
     /// Picks an id from one row of logits, `[V]`. Logits of −∞ are never picked.
     ///
     /// # Errors
@@ -255,37 +260,31 @@ impl Sampler {
         let SamplingOptions { temperature, top_k, top_p, min_p, seed, .. } = self.options;
         let (row, pool) = (&mut self.row, &mut self.pool);
         let stream = mix(seed.wrapping_add(GOLDEN.wrapping_mul(self.picked as u64 + 1)));
-        let race = Race { stream, largest, temperature };
-        let counted = top_k > 0 && top_k < row.logits.len();
-        if !counted && top_p >= 1.0 && min_p <= 0.0 {
-            row.weigh(largest, temperature);
-            return race.winner((0..).zip(row.logits.iter().copied()), &row.weights);
-        }
-
+        let mut race = Race { stream, largest, temperature, least: min_p, bound: f32::MIN };
         // What `min_p` leaves out still counts in the total that `top_p` is a share of.
         let share = race.logit_of_weight(f64::from(min_p));
-        let total = if counted {
+        let of = |total: f64| if top_p < 1.0 { f64::from(top_p) * total } else { f64::INFINITY };
+        if top_k > 0 && top_k < row.logits.len() {
             let bound = row.bound_of_count(top_k);
             pool.gather(row, if top_p < 1.0 { bound } else { bound.max(share) });
             pool.keep_count(top_k);
-            pool.weigh(largest, temperature)
-        } else if top_p < 1.0 {
-            let total = row.weigh(largest, temperature);
+            let total = pool.weigh(largest, temperature);
+            let ids = Candidates {
+                first: 0,
+                ids: &pool.ids,
+                logits: &pool.logits,
+                weights: &pool.weights,
+            };
+            return race.run(std::iter::once(ids), of(total));
+        }
+        let total = row.weigh(largest, temperature);
+        race.bound = race.bound.max(share);
+        if top_p < 1.0 {
             // All ids lighter than this together weigh less than 1 − top_p of the total.
             let rest = (1.0 - f64::from(top_p)) * total / row.logits.len() as f64;
-            pool.gather(row, race.logit_of_weight(rest).max(share));
-            total
-        } else {
-            pool.gather(row, share);
-            pool.weigh(largest, temperature)
-        };
-        if top_p < 1.0 {
-            pool.keep(f64::from(top_p) * total);
+            race.bound = race.bound.max(race.logit_of_weight(rest));
         }
-        if min_p > 0.0 {
-            pool.retain(|_, weight| weight >= min_p);
-        }
-        race.winner(pool.ids.iter().copied().zip(pool.logits.iter().copied()), &pool.weights)
+        race.run(row.candidates(race.bound), of(total))
     }
 }
 
@@ -311,6 +310,10 @@ struct Race {
     stream: u64,
     largest: f32,
     temperature: f32,
+    /// Lighter ids take no part.
+    least: f32,
+    /// Nor do those with a lower logit.
+    bound: f32,
 }
 
 /// More than the relative error of a weight, which is that of the rounded quotient in the
@@ -324,30 +327,67 @@ impl Race {
         ((f64::from(self.largest) + below) as f32).next_down()
     }
 
-    /// The id with the largest score, (logit − largest) / temperature − ln e; of equal scores the
-    /// larger logit, then the lower id. `ids` come in order, with their logits.
+    /// The winner among the fewest first ids, in order of logit, then id, that together weigh
+    /// `needed`.
+    ///
+    /// An id is among them if those before it weigh less. So the race goes over all candidates:
+    /// where the winner is one of them, it is their winner too. Where it is not, neither is any
+    /// that comes after it, and the others race again: 1 − ln `top_p` times on average, and no
+    /// set has to be selected.
+    fn run<'c>(
+        &self,
+        candidates: impl Iterator<Item = Candidates<'c>> + Clone,
+        needed: f64,
+    ) -> Option<u32> {
+        let mut limit = None;
+        loop {
+            let (logit, id) = self.winner(candidates.clone(), limit)?;
+            let before = |candidates: Candidates<'_>| candidates.weight_before(logit, id);
+            if needed == f64::INFINITY || candidates.clone().map(before).sum::<f64>() < needed {
+                return Some(id);
+            }
+            limit = Some((logit, id));
+        }
+    }
+
+    /// The id with the largest score, (logit − largest) / temperature − ln e, of those that come
+    /// before `limit`, and its logit; of equal scores the larger logit, then the lower id. The
+    /// candidates come in order of their ids.
     ///
     /// As e = −ln u ≥ 1 − u, an id with weight / (1 − u) below the best weight / e so far has
     /// lost, and most ids have, so the logarithms of the others are hardly ever needed.
-    fn winner(&self, ids: impl Iterator<Item = (u32, f32)>, weights: &[f32]) -> Option<u32> {
+    fn winner<'c>(
+        &self,
+        candidates: impl Iterator<Item = Candidates<'c>>,
+        limit: Option<(f32, u32)>,
+    ) -> Option<(f32, u32)> {
         let mut best: Option<(f64, f32, u32)> = None;
         let mut to_beat = 0.0;
-        for ((id, logit), &weight) in ids.zip(weights) {
-            let u = uniform(self.stream, id);
-            // Also true for −∞, and for weights so small that no noise makes up for them.
-            if f64::from(weight) <= to_beat * (1.0 - u) {
-                continue;
-            }
-            let distance = f64::from(logit) - f64::from(self.largest);
-            let score = distance / f64::from(self.temperature) - (-u.ln()).ln();
-            if best.is_none_or(|(other, other_logit, _)| {
-                score > other || (score == other && logit > other_logit)
-            }) {
-                best = Some((score, logit, id));
-                to_beat = score.exp() * (1.0 - WEIGHT_ERROR);
+        for candidates in candidates {
+            let pairs = candidates.logits.iter().zip(candidates.weights);
+            for (index, (&logit, &weight)) in pairs.enumerate() {
+                let id = candidates.id(index);
+                let u = uniform(self.stream, id);
+                // Also true for −∞, and for weights so small that no noise makes up for them.
+                if f64::from(weight) <= to_beat * (1.0 - u) {
+                    continue;
+                }
+                let left = limit
+                    .is_none_or(|(other, before)| logit > other || (logit == other && id < before));
+                if !left || weight < self.least || logit < self.bound {
+                    continue;
+                }
+                let distance = f64::from(logit) - f64::from(self.largest);
+                let score = distance / f64::from(self.temperature) - (-u.ln()).ln();
+                if best.is_none_or(|(other, other_logit, _)| {
+                    score > other || (score == other && logit > other_logit)
+                }) {
+                    best = Some((score, logit, id));
+                    to_beat = score.exp() * (1.0 - WEIGHT_ERROR);
+                }
             }
         }
-        best.map(|(_, _, id)| id)
+        best.map(|(_, logit, id)| (logit, id))
     }
 }
 
@@ -608,7 +648,9 @@ mod tests {
         for _ in 0..200 {
             assert!(sampler.sample(&logits).unwrap() < 5001);
         }
-        assert!((5000..=5001).contains(&sampler.pool.ids.len()));
+        // The last ids of the share are drawn too.
+        let drawn = |_| sampler.sample(&logits).unwrap();
+        assert!((0..2000).map(drawn).any(|id| id > 4900));
     }
 
     #[test]
@@ -868,10 +910,6 @@ mod tests {
                     prop_assert!(got == want || (got - want).abs() < 1e-5, "{} {}", got, want);
                 }
                 let Some(ids) = reference_ids(&options, &expected) else { return Ok(()) };
-                let untouched = options.top_k == 0 && options.top_p == 1.0 && options.min_p == 0.0;
-                // With a top_k of the vocabulary or more nothing is left out either.
-                let left = sampler.pool.ids.iter().copied().collect::<BTreeSet<u32>>();
-                prop_assert!(untouched || options.top_k >= 80 || left == ids);
                 let stream = mix(options.seed.wrapping_add(GOLDEN.wrapping_mul(step + 1)));
                 let score = |id: u32| {
                     let e = -uniform(stream, id).ln();

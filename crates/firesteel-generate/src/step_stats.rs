@@ -18,6 +18,9 @@ pub struct StepRecord<'a> {
     pub times: &'a [(&'static str, f64)],
     /// Tokens of the step.
     pub tokens: usize,
+    /// Of a step whose tokens after the first were proposed by prompt lookup, those that were
+    /// sampled too.
+    pub accepted: Option<usize>,
     /// Position of its first token.
     pub position: usize,
     /// Bytes of the key/value caches.
@@ -27,7 +30,8 @@ pub struct StepRecord<'a> {
 /// Writes a file with one line of JSON a step, and a last line with the summary.
 ///
 /// A line is `{"model.forward_ms": 80.1, "model.sample_ms": 0.2, "tokens": 1, "position": 17,
-/// "cache_bytes": 1048576}`; a time that a step does not have is left out. The last line is
+/// "cache_bytes": 1048576}`; a time that a step does not have is left out. A step with proposed
+/// tokens also has `"proposed"` and `"accepted"`, how many of its tokens were. The last line is
 /// `{"summary": …}` with a [`StepSummary`].
 ///
 /// A line is written whole and at once, so a process that is killed leaves whole lines. When the
@@ -142,6 +146,10 @@ impl StepStats {
             line.insert(key.to_owned(), time.into());
         }
         line.insert("tokens".into(), step.tokens.into());
+        if let Some(accepted) = step.accepted {
+            line.insert("proposed".into(), step.tokens.saturating_sub(1).into());
+            line.insert("accepted".into(), accepted.into());
+        }
         line.insert("position".into(), step.position.into());
         line.insert("cache_bytes".into(), step.cache_bytes.into());
         if let Err(error) = self.write(&Value::Object(line)) {
@@ -195,7 +203,7 @@ mod tests {
     use super::*;
 
     fn record<'a>(times: &'a [(&'static str, f64)]) -> StepRecord<'a> {
-        StepRecord { times, tokens: 2, position: 7, cache_bytes: 64 }
+        StepRecord { times, tokens: 2, accepted: None, position: 7, cache_bytes: 64 }
     }
 
     #[test]
@@ -206,7 +214,8 @@ mod tests {
         let other = StepStats::create(&directory).unwrap();
         assert_ne!(stats.path(), other.path());
         stats.record(&record(&[(MODEL_FORWARD_MS, 1.5)]));
-        stats.record(&record(&[(MODEL_FORWARD_MS, 2.5), (MODEL_SAMPLE_MS, 0.25)]));
+        let times = [(MODEL_FORWARD_MS, 2.5), (MODEL_SAMPLE_MS, 0.25)];
+        stats.record(&StepRecord { accepted: Some(0), ..record(&times) });
         let (path, summary) = stats.finish().unwrap();
         assert_eq!((summary.steps, summary.tokens), (2, 4));
         let text = fs::read_to_string(path).unwrap();
@@ -214,7 +223,7 @@ mod tests {
             text.lines().collect::<Vec<_>>(),
             [
                 r#"{"model.forward_ms":1.5,"tokens":2,"position":7,"cache_bytes":64}"#,
-                r#"{"model.forward_ms":2.5,"model.sample_ms":0.25,"tokens":2,"position":7,"cache_bytes":64}"#,
+                r#"{"model.forward_ms":2.5,"model.sample_ms":0.25,"tokens":2,"proposed":1,"accepted":0,"position":7,"cache_bytes":64}"#,
                 concat!(
                     r#"{"summary":{"steps":2,"tokens":4,"#,
                     r#""model.forward_ms":{"count":2,"mean":2.0,"p50":1.5,"p90":2.5,"p99":2.5,"max":2.5},"#,

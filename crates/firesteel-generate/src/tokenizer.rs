@@ -90,6 +90,15 @@ impl Tokenizer {
         Ok(Self::new(inner, eos_token_id, generation))
     }
 
+    /// The same tokenizer with other advice on generation; its end ids are added to those that are
+    /// known.
+    #[must_use]
+    pub fn with_generation_config(mut self, mut config: GenerationConfig) -> Self {
+        config.eos_token_ids.extend(std::mem::take(&mut self.generation.eos_token_ids));
+        self.generation = config;
+        self
+    }
+
     fn new(
         inner: tokenizers::Tokenizer,
         eos_token_id: Option<u32>,

@@ -7,8 +7,8 @@ use firesteel_generate::{
     MODEL_SAMPLE_MS, SamplingOptions, StepStats, StopReason, Tokenizer,
 };
 use firesteel_step::{
-    CacheLayoutChoice, Embedding, Logits, Role, Runner, RunnerError, StepInputs, StepOptions,
-    StepOutputs, StepSpec,
+    CacheLayoutChoice, Decoder, Embedding, Logits, Role, Runner, RunnerError, StepDecoder,
+    StepInputs, StepOptions, StepOutputs, StepSpec, Wanted,
 };
 use firesteel_tensor::{DType, Tensor};
 use std::ops::ControlFlow;
@@ -117,6 +117,16 @@ fn tokenizer() -> Tokenizer {
         .unwrap()
 }
 
+/// A generator on a runner, and on a second one for the prompt.
+fn generator<'a>(runner: &'a mut Scripted, prefill: Option<&'a mut Scripted>) -> Generator<'a> {
+    let decoder = StepDecoder::new(&config(), Box::new(runner), Box::new(IdEmbedding)).unwrap();
+    let decoder = match prefill {
+        Some(prefill) => decoder.with_runner(Box::new(prefill)).unwrap(),
+        None => decoder,
+    };
+    Generator::new(&config(), Box::new(decoder)).unwrap()
+}
+
 fn go(_: Event<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
@@ -126,6 +136,10 @@ fn up_to(max_tokens: usize) -> GenerateOptions {
 }
 
 fn message(result: Result<impl Sized, GenerateError>) -> String {
+    result.err().unwrap().to_string()
+}
+
+fn refusal(result: Result<impl Sized, RunnerError>) -> String {
     result.err().unwrap().to_string()
 }
 
@@ -147,9 +161,7 @@ fn the_loop_stops_for_the_right_reason() {
     ];
     for (next, context, prompt, max_tokens, ids, stop, decode_steps) in cases {
         let mut runner = Scripted::new(spec(1, context, Logits::Last), next);
-        let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding)
-            .unwrap()
-            .with_tokenizer(&tokenizer);
+        let mut generator = generator(&mut runner, None).with_tokenizer(&tokenizer);
         let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
         // The second round starts from an empty cache and comes out the same.
         for _ in 0..2 {
@@ -192,12 +204,12 @@ fn prefill_takes_whole_chunks_and_decode_the_rest() {
             }
             ControlFlow::Continue(())
         };
-        let generator = Generator::new(&config(), &mut decode, &IdEmbedding).unwrap();
-        let mut generator = generator.with_prefill(&mut prefill).unwrap();
+        let mut generator = generator(&mut decode, Some(&mut prefill));
         // Without a tokenizer nothing masks the row that has no token.
         let result = generator.generate(&prompt, &up_to(1), &mut on_event).unwrap();
         assert_eq!((result.ids, result.text), (vec![2050], None));
         assert_eq!(result.stats.prefill_steps, chunks + singles);
+        drop(generator);
         assert_eq!((prefill.steps.len(), decode.steps.len()), (chunks, singles));
         assert_eq!([prefill.steps.concat(), decode.steps.concat()].concat(), prompt);
         assert_eq!(*seen.last().unwrap(), length);
@@ -210,9 +222,7 @@ fn logits_of_the_last_prompt_token_decide() {
     for logits in [Logits::Last, Logits::All] {
         let mut decode = Scripted::new(spec(1, 20, Logits::Last), |id| id + 1);
         let mut prefill = Scripted::new(spec(3, 20, logits), |id| id + 1);
-        let generator = Generator::new(&config(), &mut decode, &IdEmbedding).unwrap();
-        let mut generator =
-            generator.with_prefill(&mut prefill).unwrap().with_tokenizer(&tokenizer);
+        let mut generator = generator(&mut decode, Some(&mut prefill)).with_tokenizer(&tokenizer);
         let result = generator.generate(&[7, 300, 200], &up_to(2), &mut go).unwrap();
         assert_eq!(result.ids, [201, 202]);
     }
@@ -222,8 +232,7 @@ fn logits_of_the_last_prompt_token_decide() {
 fn sampling_never_takes_an_id_without_a_token() {
     let tokenizer = tokenizer();
     let mut runner = Scripted::new(spec(1, 400, Logits::Last), |id| id + 1);
-    let mut generator =
-        Generator::new(&config(), &mut runner, &IdEmbedding).unwrap().with_tokenizer(&tokenizer);
+    let mut generator = generator(&mut runner, None).with_tokenizer(&tokenizer);
     let sampling = SamplingOptions { temperature: 30.0, seed: 5, ..SamplingOptions::GREEDY };
     let options = GenerateOptions { max_tokens: Some(300), sampling, ..Default::default() };
     let result = generator.generate(&[50], &options, &mut go).unwrap();
@@ -241,9 +250,7 @@ fn events_carry_the_text_and_can_break_off() {
         // From id 50 to the crab's first token, and no further.
         let mut runner =
             Scripted::new(spec(1, 16, Logits::Last), |id| if id == 50 { 51 } else { 172 });
-        let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding)
-            .unwrap()
-            .with_tokenizer(&tokenizer);
+        let mut generator = generator(&mut runner, None).with_tokenizer(&tokenizer);
         let mut events = Vec::new();
         let mut on_event = |event: Event<'_>| {
             events.push(format!("{event:?}"));
@@ -277,8 +284,7 @@ fn events_carry_the_text_and_can_break_off() {
 /// tail.
 fn counted(options: &GenerateOptions, tokenizer: &Tokenizer) -> (Generation, Vec<String>) {
     let mut runner = Scripted::new(spec(1, 64, Logits::Last), |id| id + 1);
-    let mut generator =
-        Generator::new(&config(), &mut runner, &IdEmbedding).unwrap().with_tokenizer(tokenizer);
+    let mut generator = generator(&mut runner, None).with_tokenizer(tokenizer);
     let mut shown = Vec::new();
     let mut on_event = |event: Event<'_>| {
         if let Event::Token { text, .. } | Event::Tail { text } = event {
@@ -342,9 +348,7 @@ fn stop_ids_end_the_sequence_and_have_no_text() {
         for min_tokens in [0, 1, 5] {
             let next: fn(u32) -> u32 = if end == EOS { |_| EOS } else { |_| 600 };
             let mut runner = Scripted::new(spec(1, 64, Logits::Last), next);
-            let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding)
-                .unwrap()
-                .with_tokenizer(&tokenizer);
+            let mut generator = generator(&mut runner, None).with_tokenizer(&tokenizer);
             let sampling = SamplingOptions { min_tokens, ..SamplingOptions::GREEDY };
             let options = GenerateOptions { sampling, stop_ids: vec![EOS, 600], ..up_to(12) };
             let result = generator.generate(&[50], &options, &mut go).unwrap();
@@ -358,8 +362,7 @@ fn stop_ids_end_the_sequence_and_have_no_text() {
 fn log_probabilities_come_with_the_tokens() {
     let tokenizer = tokenizer();
     let mut runner = Scripted::new(spec(1, 64, Logits::Last), |id| id + 1);
-    let mut generator =
-        Generator::new(&config(), &mut runner, &IdEmbedding).unwrap().with_tokenizer(&tokenizer);
+    let mut generator = generator(&mut runner, None).with_tokenizer(&tokenizer);
     let options = GenerateOptions { top_logprobs: Some(2), ..up_to(3) };
     let mut seen = Vec::new();
     let mut on_event = |event: Event<'_>| {
@@ -391,9 +394,7 @@ fn penalties_and_bad_words_reach_the_sampler() {
     // Answers 60 for ever; the next largest logits are all 0.
     let ids = |sampling: SamplingOptions, prompt: &[u32]| {
         let mut runner = Scripted::new(spec(1, 64, Logits::Last), |_| 60);
-        let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding)
-            .unwrap()
-            .with_tokenizer(&tokenizer);
+        let mut generator = generator(&mut runner, None).with_tokenizer(&tokenizer);
         let options = GenerateOptions { sampling, ..up_to(3) };
         generator.generate(prompt, &options, &mut go).unwrap().ids
     };
@@ -436,13 +437,10 @@ fn every_step_has_a_line() {
     let mut decode = Scripted::new(spec(1, 20, Logits::Last), |id| id + 1);
     let mut prefill = Scripted::new(spec(4, 20, Logits::Last), |id| id + 1);
     let mut stats = StepStats::create(folder.path()).unwrap();
-    let mut generator = Generator::new(&config(), &mut decode, &IdEmbedding)
-        .unwrap()
-        .with_prefill(&mut prefill)
-        .unwrap()
-        .with_step_stats(&mut stats);
+    let mut generator = generator(&mut decode, Some(&mut prefill)).with_step_stats(&mut stats);
     let prompt: Vec<u32> = (100..109).collect();
     generator.generate(&prompt, &up_to(3), &mut go).unwrap();
+    drop(generator);
     let (path, summary) = stats.finish().unwrap();
     let lines: Vec<serde_json::Value> = fs_err::read_to_string(path)
         .unwrap()
@@ -469,7 +467,7 @@ fn every_step_has_a_line() {
 #[test]
 fn options_that_contradict_are_refused() {
     let mut runner = Scripted::new(spec(1, 16, Logits::Last), |id| id + 1);
-    let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding).unwrap();
+    let mut generator = generator(&mut runner, None);
     let mut error = |options: GenerateOptions| message(generator.generate(&[5], &options, &mut go));
     let sampling = SamplingOptions { min_tokens: 4, ..SamplingOptions::GREEDY };
     assert_eq!(
@@ -484,13 +482,14 @@ fn options_that_contradict_are_refused() {
         error(GenerateOptions { stop_ids: vec![2052], ..up_to(3) }),
         "an id of stop_ids is 2052, but ids below 2052, the size of the vocabulary, are accepted"
     );
+    drop(generator);
     assert!(runner.steps.is_empty());
 }
 
 #[test]
 fn prompts_that_cannot_run_are_refused() {
     let mut runner = Scripted::new(spec(1, 4, Logits::Last), |id| id + 1);
-    let mut generator = Generator::new(&config(), &mut runner, &IdEmbedding).unwrap();
+    let mut generator = generator(&mut runner, None);
     let options = GenerateOptions::default();
     let mut error = |prompt: &[u32]| message(generator.generate(prompt, &options, &mut go));
     assert_eq!(error(&[]), "the prompt is empty: at least one token is needed");
@@ -503,6 +502,7 @@ fn prompts_that_cannot_run_are_refused() {
     let sampling = SamplingOptions { top_p: 0.0, ..SamplingOptions::GREEDY };
     let options = GenerateOptions { sampling, ..Default::default() };
     assert!(message(generator.generate(&[5], &options, &mut go)).starts_with("top_p is 0"));
+    drop(generator);
     assert!(runner.steps.is_empty());
 }
 
@@ -510,7 +510,7 @@ fn prompts_that_cannot_run_are_refused() {
 fn runners_that_do_not_fit_are_refused() {
     let refused = |spec: StepSpec| {
         let mut runner = Scripted::new(spec, |id| id);
-        message(Generator::new(&config(), &mut runner, &IdEmbedding))
+        refusal(StepDecoder::new(&config(), Box::new(&mut runner), Box::new(IdEmbedding)))
     };
     assert_eq!(
         refused(spec(2, 8, Logits::Last)),
@@ -535,8 +535,9 @@ fn runners_that_do_not_fit_are_refused() {
     let prefill = |spec_of_prefill: StepSpec| {
         let mut decode = Scripted::new(spec(1, 8, Logits::Last), |id| id);
         let mut prefill = Scripted::new(spec_of_prefill, |id| id);
-        let generator = Generator::new(&config(), &mut decode, &IdEmbedding).unwrap();
-        message(generator.with_prefill(&mut prefill))
+        let decoder =
+            StepDecoder::new(&config(), Box::new(&mut decode), Box::new(IdEmbedding)).unwrap();
+        refusal(decoder.with_runner(Box::new(&mut prefill)))
     };
     assert_eq!(
         prefill(spec(4, 9, Logits::Last)),

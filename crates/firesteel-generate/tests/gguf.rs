@@ -1,9 +1,10 @@
 //! The tokenizer and chat template of a GGUF file against those of the folder it was made from.
 #![allow(clippy::unwrap_used, reason = "the helpers of these tests may panic as the tests do")]
 
-use firesteel_checkpoint::{Checkpoint, GgufTokenizer};
+use firesteel_checkpoint::{Checkpoint, Gguf, GgufTokenizer};
 use firesteel_generate::{
-    AddedTokens, ChatTemplate, Conversation, GenerationConfig, Message, MessageRole, Tokenizer,
+    AddedTokens, ChatTemplate, Conversation, GenerationConfig, Message, MessageRole,
+    SamplingOptions, Tokenizer,
 };
 use proptest::prelude::*;
 use serde::Deserialize;
@@ -49,6 +50,76 @@ fn both_modes(text: &str) -> [Vec<u32>; 2] {
         assert_eq!(ids, FOLDER.encode(text, mode).unwrap(), "{text:?} {mode:?}");
         ids
     })
+}
+
+/// A GGUF file with nothing but these keys of `general.sampling`: a type and the bytes of a value.
+fn sampling_file(folder: &Path, keys: &[(&str, u32, &[u8])]) -> Gguf {
+    let mut bytes = b"GGUF".to_vec();
+    bytes.extend(3u32.to_le_bytes());
+    bytes.extend(0u64.to_le_bytes());
+    bytes.extend((keys.len() as u64).to_le_bytes());
+    for (name, kind, value) in keys {
+        let key = format!("general.sampling.{name}");
+        bytes.extend((key.len() as u64).to_le_bytes());
+        bytes.extend(key.as_bytes());
+        bytes.extend(kind.to_le_bytes());
+        bytes.extend(*value);
+    }
+    let path = folder.join("model.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    Gguf::open(&path).unwrap()
+}
+
+#[test]
+fn advice_on_sampling_is_read() {
+    const I32: u32 = 5;
+    const F32: u32 = 6;
+    const STRING: u32 = 8;
+    let float = |value: f32| value.to_le_bytes();
+    let folder = tempfile::tempdir().unwrap();
+    let read = |keys: &[(&str, u32, &[u8])]| {
+        GenerationConfig::from_gguf(&sampling_file(folder.path(), keys))
+            .map(|config| (config.sampling, config.unsupported))
+            .map_err(|error| error.to_string())
+    };
+    let greedy = SamplingOptions::GREEDY;
+    assert_eq!(read(&[]), Ok((greedy.clone(), vec![])));
+    let all = read(&[
+        ("temp", F32, &float(0.7)),
+        ("top_k", I32, &40i32.to_le_bytes()),
+        ("top_p", F32, &float(0.9)),
+        ("min_p", F32, &float(0.05)),
+        ("penalty_repeat", F32, &float(1.1)),
+        ("penalty_last_n", I32, &64i32.to_le_bytes()),
+        ("mirostat", I32, &0i32.to_le_bytes()),
+        ("xtc_probability", F32, &float(0.5)),
+    ]);
+    let expected = SamplingOptions {
+        temperature: 0.7,
+        top_k: 40,
+        top_p: 0.9,
+        min_p: 0.05,
+        repetition_penalty: 1.1,
+        ..greedy.clone()
+    };
+    let unsupported = ["xtc_probability = 0.5", "penalty_last_n = 64"];
+    let unsupported = unsupported.map(|setting| format!("general.sampling.{setting}")).to_vec();
+    assert_eq!(all, Ok((expected, unsupported)));
+    // Every id is kept, at the temperature that transformers takes.
+    let warm = SamplingOptions { temperature: 1.0, ..greedy.clone() };
+    assert_eq!(read(&[("top_k", I32, &(-1i32).to_le_bytes())]), Ok((warm, vec![])));
+    // A penalty alone does not sample, and what it does not act on needs no warning.
+    assert_eq!(read(&[("penalty_last_n", I32, &64i32.to_le_bytes())]), Ok((greedy, vec![])));
+    let text = [&1u64.to_le_bytes()[..], b"1"].concat();
+    let error = read(&[("temp", STRING, &text)]).unwrap_err();
+    let path = folder.path().join("model.gguf");
+    assert_eq!(
+        error,
+        format!(
+            "{}: general.sampling.temp is String(\"1\"), but a number is accepted",
+            path.display()
+        )
+    );
 }
 
 #[test]

@@ -3,18 +3,36 @@ use crate::{
 };
 use firesteel_checkpoint::LayerKind;
 use firesteel_tensor::{Buffer, DType, Tensor, TensorView};
+use std::collections::VecDeque;
+use std::ops::Range;
 
 /// The KV caches of one sequence, between steps.
 ///
 /// A step is prepared, run, and committed; a commit checks every output before it writes anything,
 /// and each prepared step commits at most once. Steps of different T may follow each other as long
 /// as their caches are laid out alike.
+///
+/// A sequence can go back. A full layer keeps every entry, so it only has to forget the later
+/// ones; what a sliding layer has overwritten comes from a copy that [`mark`](Self::mark) took.
 #[derive(Debug, Clone)]
 pub struct KvState {
     geometry: Geometry,
     caches: Vec<LayerCache>,
     position: usize,
     epoch: u64,
+    /// In order of their positions.
+    marks: VecDeque<Mark>,
+}
+
+/// Marks that a state keeps: those of one turn of a chat, where it begins and around the end of its
+/// prompt.
+const MARKS: usize = 3;
+
+/// The sliding layers' caches at a position, one a layer; empty for full layers.
+#[derive(Debug, Clone)]
+struct Mark {
+    position: usize,
+    caches: Vec<LayerCache>,
 }
 
 /// What two steps must share to use the same caches.
@@ -72,6 +90,12 @@ impl Geometry {
     fn row(&self) -> usize {
         self.head_dim * self.dtype.size()
     }
+
+    /// Entries in the cache of a sliding layer, which is the same for all of them.
+    fn sliding_length(&self) -> Option<usize> {
+        let sliding = self.layers.iter().find(|layer| layer.kind == LayerKind::Sliding);
+        sliding.map(|layer| layer.cache_length)
+    }
 }
 
 impl KvState {
@@ -90,7 +114,7 @@ impl KvState {
                 .ok_or(firesteel_tensor::TensorError::TooLarge { shape, dtype: geometry.dtype })?;
             caches.push(LayerCache { keys: Buffer::zeroed(bytes), values: Buffer::zeroed(bytes) });
         }
-        Ok(Self { geometry, caches, position: 0, epoch: 0 })
+        Ok(Self { geometry, caches, position: 0, epoch: 0, marks: VecDeque::new() })
     }
 
     /// Tokens in the cache; the position of the next token.
@@ -108,14 +132,101 @@ impl KvState {
         self.caches.iter().map(|cache| cache.keys.len() + cache.values.len()).sum()
     }
 
-    /// Forgets the sequence. Steps prepared before cannot be committed any more.
+    /// Forgets the sequence and its marks. Steps prepared before cannot be committed any more.
     pub fn clear(&mut self) {
         for cache in &mut self.caches {
             cache.keys.bytes_mut().fill(0);
             cache.values.bytes_mut().fill(0);
         }
+        self.marks.clear();
         self.position = 0;
         self.epoch += 1;
+    }
+
+    /// Remembers the present position for [`rewind`](Self::rewind): copies the caches of the
+    /// sliding layers. Three marks are kept; the oldest makes room for a new one.
+    pub fn mark(&mut self) {
+        let known = self.marks.back().is_some_and(|mark| mark.position == self.position);
+        if known || self.geometry.sliding_length().is_none() {
+            return;
+        }
+        if self.marks.len() == MARKS {
+            self.marks.pop_front();
+        }
+        let layers = self.geometry.layers.iter().zip(&self.caches);
+        let caches = layers.map(|(layer, cache)| match layer.kind {
+            LayerKind::Sliding => cache.clone(),
+            LayerKind::Full => LayerCache { keys: Buffer::zeroed(0), values: Buffer::zeroed(0) },
+        });
+        self.marks.push_back(Mark { position: self.position, caches: caches.collect() });
+    }
+
+    /// Goes back to the last position that can be had again and is at most `position`, and tells
+    /// it: any position without sliding layers; with them one whose window is in the caches and
+    /// the marks together, among which are 0, the present one and the marks. Later marks are
+    /// dropped, and steps prepared before cannot be committed any more.
+    pub fn rewind(&mut self, position: usize) -> usize {
+        let target = match self.geometry.sliding_length() {
+            _ if position >= self.position => self.position,
+            Some(length) => self.reachable(position, length),
+            None => position,
+        };
+        if target == 0 {
+            self.clear();
+        } else if target < self.position {
+            self.restore(target);
+        }
+        self.epoch += 1;
+        self.position
+    }
+
+    /// The last position up to `position` before which the sliding layers' `length` entries, or
+    /// all there are, can be had; at least 0.
+    fn reachable(&self, position: usize, length: usize) -> usize {
+        let mut best = 0;
+        // Entries that are held without a gap.
+        let mut held = 0..0;
+        for end in self.marks.iter().map(|mark| mark.position).chain([self.position]) {
+            let start = end.saturating_sub(length);
+            held = if start <= held.end { held.start..end } else { start..end };
+            let candidate = position.min(end);
+            if held.start == 0 || candidate >= held.start + length {
+                best = best.max(candidate);
+            }
+        }
+        best
+    }
+
+    /// Makes the caches those of `position`, which is [reachable](Self::reachable).
+    fn restore(&mut self, position: usize) {
+        let marks = self.marks.iter().map(|mark| (mark.position, &mark.caches));
+        let sources: Vec<(usize, &Vec<LayerCache>)> =
+            marks.chain([(self.position, &self.caches)]).collect();
+        let mut restored = Vec::new();
+        for (i, &layer) in self.geometry.layers.iter().enumerate() {
+            if layer.kind == LayerKind::Full {
+                continue;
+            }
+            let mut to = LayerCache {
+                keys: Buffer::zeroed(self.caches[i].keys.len()),
+                values: Buffer::zeroed(self.caches[i].values.len()),
+            };
+            for p in position.saturating_sub(layer.cache_length)..position {
+                let holds = |end: usize| p < end && end <= p + layer.cache_length;
+                let Some((end, from)) = sources.iter().find(|(end, _)| holds(*end)) else {
+                    continue;
+                };
+                let slots = (layer.slot(p, *end), layer.slot(p, position));
+                self.geometry.copy_entry(layer, slots, &from[i].keys, &mut to.keys);
+                self.geometry.copy_entry(layer, slots, &from[i].values, &mut to.values);
+            }
+            restored.push((i, to));
+        }
+        for (i, cache) in restored {
+            self.caches[i] = cache;
+        }
+        self.marks.retain(|mark| mark.position <= position);
+        self.position = position;
     }
 
     /// Makes the small inputs of the next step from `x`, the `[T, H]` embeddings of its tokens:
@@ -204,8 +315,36 @@ impl KvState {
         step: PreparedStep,
         outputs: &StepOutputs,
     ) -> Result<(), StepError> {
+        let tokens = step.tokens;
+        self.commit_first(spec, step, outputs, tokens)
+    }
+
+    /// As [`commit`](Self::commit), but keeps only the first `tokens` tokens of the step, as if the
+    /// others had never been run.
+    ///
+    /// # Errors
+    /// Those of a commit, and when the step has fewer tokens, or more than a rolled layer's window,
+    /// which then has already dropped what it held before them.
+    pub fn commit_first(
+        &mut self,
+        spec: &StepSpec,
+        step: PreparedStep,
+        outputs: &StepOutputs,
+        tokens: usize,
+    ) -> Result<(), StepError> {
+        self.check(spec, &step, outputs)?;
+        self.write(spec, step, outputs, tokens)
+    }
+
+    /// Checks what a commit of `outputs` needs.
+    pub(crate) fn check(
+        &self,
+        spec: &StepSpec,
+        step: &PreparedStep,
+        outputs: &StepOutputs,
+    ) -> Result<(), StepError> {
         self.check_layout(spec)?;
-        self.check_fresh(&step)?;
+        self.check_fresh(step)?;
         if step.tokens != spec.tokens {
             return Err(incompatible("tokens", &spec.tokens, &step.tokens));
         }
@@ -215,6 +354,26 @@ impl KvState {
                 return Err(StepError::NonFinite { name: declared.name.clone(), index });
             }
         }
+        Ok(())
+    }
+
+    /// The part of a [commit](Self::commit_first) that follows the [check](Self::check).
+    ///
+    /// # Errors
+    /// When the step is stale, or so many tokens of it cannot be kept; nothing was written then.
+    pub(crate) fn write(
+        &mut self,
+        spec: &StepSpec,
+        step: PreparedStep,
+        outputs: &StepOutputs,
+        tokens: usize,
+    ) -> Result<(), StepError> {
+        self.check_fresh(&step)?;
+        let outrun = |layer: &LayerSpec| layer.rolls() && layer.cache_length < step.tokens;
+        let whole = tokens == step.tokens;
+        if tokens > step.tokens || (!whole && self.geometry.layers.iter().any(outrun)) {
+            return Err(StepError::PartOfStep { kept: tokens, tokens: step.tokens });
+        }
         for (declared, tensor) in spec.outputs.iter().zip(outputs.tensors()) {
             let (layer, cache) = match declared.role {
                 Role::KeyNew(i) => (i, self.caches.get_mut(i).map(|cache| &mut cache.keys)),
@@ -223,13 +382,17 @@ impl KvState {
             };
             let Some(cache) = cache else { continue };
             let layer = self.geometry.layers[layer];
-            if layer.kind == LayerKind::Sliding && layer.layout == CacheLayout::Roll {
-                cache.bytes_mut().copy_from_slice(tensor.bytes());
+            let (entries, position) = (tensor.bytes(), self.position);
+            if !layer.rolls() {
+                let range = position..position + tokens;
+                write_entries(&self.geometry, layer, cache, entries, range);
+            } else if whole {
+                cache.bytes_mut().copy_from_slice(entries);
             } else {
-                write_entries(&self.geometry, layer, cache, tensor.bytes(), self.position);
+                self.geometry.roll(layer, cache, entries, (step.tokens, tokens));
             }
         }
-        self.position += step.tokens;
+        self.position += tokens;
         self.epoch += 1;
         Ok(())
     }
@@ -279,8 +442,8 @@ impl KvState {
         for ((layer, cache), (keys, values)) in
             self.geometry.layers.iter().zip(&mut self.caches).zip(history)
         {
-            write_entries(&self.geometry, *layer, &mut cache.keys, keys.bytes(), 0);
-            write_entries(&self.geometry, *layer, &mut cache.values, values.bytes(), 0);
+            write_entries(&self.geometry, *layer, &mut cache.keys, keys.bytes(), 0..length);
+            write_entries(&self.geometry, *layer, &mut cache.values, values.bytes(), 0..length);
         }
         self.position = length;
         Ok(())
@@ -359,28 +522,75 @@ impl KvState {
     }
 }
 
-/// Writes entries `[KV, n, head_dim]` for positions `first`, `first + 1`, … where the layout wants
-/// them; of more entries than the cache holds only the last ones.
+impl LayerSpec {
+    /// Whether the layer returns its whole window.
+    fn rolls(&self) -> bool {
+        self.kind == LayerKind::Sliding && self.layout == CacheLayout::Roll
+    }
+
+    /// Where a cache that is filled up to position `end` holds the entry of `position`.
+    fn slot(&self, position: usize, end: usize) -> usize {
+        match (self.kind, self.layout) {
+            (LayerKind::Sliding, CacheLayout::Ring) => position % self.cache_length,
+            (LayerKind::Sliding, CacheLayout::Roll) => position + self.cache_length - end,
+            (LayerKind::Full, _) => position,
+        }
+    }
+}
+
+impl Geometry {
+    /// Copies the entry in a slot of `from`, all heads of it, to a slot of `to`.
+    fn copy_entry(
+        &self,
+        layer: LayerSpec,
+        (source, target): (usize, usize),
+        from: &Buffer,
+        to: &mut Buffer,
+    ) {
+        let row = self.row();
+        for head in 0..self.key_value_heads {
+            let [source, target] = [source, target].map(|s| (head * layer.cache_length + s) * row);
+            to.bytes_mut()[target..target + row]
+                .copy_from_slice(&from.bytes()[source..source + row]);
+        }
+    }
+
+    /// Appends to a rolled cache the first `kept` of the `tokens` that end `window`, which is no
+    /// shorter than `tokens` entries.
+    fn roll(
+        &self,
+        layer: LayerSpec,
+        cache: &mut Buffer,
+        window: &[u8],
+        (tokens, kept): (usize, usize),
+    ) {
+        let row = self.row();
+        let [all, tokens, kept] = [layer.cache_length, tokens, kept].map(|entries| entries * row);
+        for (cache, window) in cache.bytes_mut().chunks_mut(all).zip(window.chunks(all)) {
+            cache.copy_within(kept.., 0);
+            let first = all - tokens;
+            cache[all - kept..].copy_from_slice(&window[first..first + kept]);
+        }
+    }
+}
+
+/// Writes the first of the entries `[KV, n, head_dim]`, those for `positions`, where the layout
+/// wants them; of more entries than the cache holds only the last ones.
 fn write_entries(
     geometry: &Geometry,
     layer: LayerSpec,
     cache: &mut Buffer,
     entries: &[u8],
-    first: usize,
+    positions: Range<usize>,
 ) {
     let row = geometry.row();
     let length = layer.cache_length;
     let count = entries.len() / (geometry.key_value_heads * row);
-    let end = first + count;
+    let first = positions.start.max(positions.end.saturating_sub(length));
     for head in 0..geometry.key_value_heads {
-        for i in count.saturating_sub(length)..count {
-            let position = first + i;
-            let slot = match (layer.kind, layer.layout) {
-                (LayerKind::Sliding, CacheLayout::Ring) => position % length,
-                (LayerKind::Sliding, CacheLayout::Roll) => position + length - end,
-                (LayerKind::Full, _) => position,
-            };
-            let source = (head * count + i) * row;
+        for position in first..positions.end {
+            let slot = layer.slot(position, positions.end);
+            let source = (head * count + position - positions.start) * row;
             let target = (head * length + slot) * row;
             cache.bytes_mut()[target..target + row].copy_from_slice(&entries[source..source + row]);
         }

@@ -2,7 +2,8 @@
 //!
 //! [`StepSpec`] names every input and output with shape, element type and [`Role`]; a [`Runner`]
 //! executes steps; [`KvState`] keeps the caches between steps and is the only code that knows how
-//! ring, rolled and growing caches are filled.
+//! ring, rolled and growing caches are filled. A [`Decoder`] runs one sequence; [`StepDecoder`] is
+//! one on any runners.
 
 mod bytes;
 mod decoder;
@@ -10,6 +11,7 @@ mod kv;
 mod rope;
 mod runner;
 mod spec;
+mod step_decoder;
 
 pub use bytes::{KvBytes, kv_bytes};
 pub use decoder::{Decoder, Wanted};
@@ -19,6 +21,7 @@ pub use runner::{Embedding, Runner, RunnerError, StepInputs, StepOutputs};
 pub use spec::{
     CacheLayout, CacheLayoutChoice, LayerSpec, Logits, Role, StepOptions, StepSpec, TensorSpec,
 };
+pub use step_decoder::StepDecoder;
 
 use firesteel_tensor::{DType, TensorError};
 
@@ -59,6 +62,17 @@ pub enum StepError {
         prepared: usize,
         /// Position of the cache.
         current: usize,
+    },
+    /// A part of a step's tokens cannot be kept.
+    #[error(
+        "{kept} of {tokens} tokens of a step cannot be kept: at most all of them can, and fewer \
+         only in steps no longer than the window of every rolled layer"
+    )]
+    PartOfStep {
+        /// Tokens that were to be kept.
+        kept: usize,
+        /// Tokens of the step.
+        tokens: usize,
     },
     /// A tensor does not have the shape or type of the contract.
     #[error("{name}: expected {expected_dtype} {expected:?}, got {actual_dtype} {actual:?}")]

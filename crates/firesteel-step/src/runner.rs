@@ -64,6 +64,18 @@ pub enum RunnerError {
     /// The inputs or outputs break the contract.
     #[error(transparent)]
     Step(#[from] StepError),
+    /// A runner cannot be used for generation.
+    #[error("runner {runner}: {what} is {actual}, but generation needs {expected}")]
+    Unusable {
+        /// Name of the runner.
+        runner: String,
+        /// What does not fit.
+        what: &'static str,
+        /// What the runner has.
+        actual: String,
+        /// What is needed.
+        expected: String,
+    },
     /// The runner itself failed.
     #[error("{runner}: {message}")]
     Failed {
@@ -96,6 +108,24 @@ pub trait Runner {
     fn step(&mut self, inputs: &StepInputs<'_>) -> Result<StepOutputs, RunnerError>;
 }
 
+impl<R: Runner + ?Sized> Runner for &mut R {
+    fn spec(&self) -> &StepSpec {
+        (**self).spec()
+    }
+
+    fn name(&self) -> &str {
+        (**self).name()
+    }
+
+    fn settings(&self) -> Vec<(String, String)> {
+        (**self).settings()
+    }
+
+    fn step(&mut self, inputs: &StepInputs<'_>) -> Result<StepOutputs, RunnerError> {
+        (**self).step(inputs)
+    }
+}
+
 /// Token embeddings, which the host looks up.
 pub trait Embedding {
     /// Width of a row.
@@ -109,4 +139,18 @@ pub trait Embedding {
     /// # Errors
     /// When an id has no row, or `out` has not `ids.len() * hidden_size` values.
     fn lookup(&self, ids: &[u32], out: &mut [f32]) -> Result<(), RunnerError>;
+}
+
+impl<E: Embedding + ?Sized> Embedding for &E {
+    fn hidden_size(&self) -> usize {
+        (**self).hidden_size()
+    }
+
+    fn rows(&self) -> usize {
+        (**self).rows()
+    }
+
+    fn lookup(&self, ids: &[u32], out: &mut [f32]) -> Result<(), RunnerError> {
+        (**self).lookup(ids, out)
+    }
 }

@@ -200,6 +200,109 @@ proptest! {
     }
 }
 
+/// Runs a step and keeps the first `kept` tokens of it.
+fn advance_part(state: &mut KvState, spec: &StepSpec, kept: usize) -> Result<(), StepError> {
+    let x = vec![0.1; spec.tokens * HIDDEN];
+    let step = state.prepare(spec, &x).unwrap();
+    let outputs = observe(spec, state, &state.inputs(spec, &step).unwrap());
+    state.commit_first(spec, step, &outputs, kept)
+}
+
+/// Whether all that a sliding layer sees before `position` is in windows that end at `ends`.
+fn is_held(position: usize, length: usize, ends: &[usize]) -> bool {
+    (position.saturating_sub(length)..position)
+        .all(|p| ends.iter().any(|&end| p < end && end <= p + length))
+}
+
+#[derive(Debug, Clone)]
+enum Move {
+    Step { tokens: usize, kept: usize },
+    Mark,
+    Rewind(usize),
+}
+
+fn moves() -> impl Strategy<Value = Vec<Move>> {
+    let step = (1usize..14, 0usize..14).prop_map(|(tokens, kept)| Move::Step { tokens, kept });
+    prop::collection::vec(
+        prop_oneof![4 => step, 2 => Just(Move::Mark), 1 => (0usize..60).prop_map(Move::Rewind)],
+        1..30,
+    )
+}
+
+proptest! {
+    /// Every step checks that its queries see the right positions, and those alone.
+    #[test]
+    fn what_was_dropped_or_taken_back_is_as_if_it_had_never_been(
+        window in 2usize..10,
+        context in 1usize..60,
+        moves in moves(),
+        layout in prop::sample::select(vec![CacheLayoutChoice::Ring, CacheLayoutChoice::Roll]),
+    ) {
+        let decode = spec(window, context, 1, layout);
+        let length = decode.layers[0].cache_length;
+        let mut state = KvState::new(&decode).unwrap();
+        let mut marks: Vec<usize> = Vec::new();
+        for action in moves {
+            let position = state.position();
+            match action {
+                Move::Step { tokens, kept } if tokens <= context && position + tokens <= context => {
+                    let step = spec(window, context, tokens, layout);
+                    let possible = kept == tokens
+                        || kept < tokens && (layout == CacheLayoutChoice::Ring || tokens <= length);
+                    let result = advance_part(&mut state, &step, kept);
+                    prop_assert_eq!(result.is_ok(), possible);
+                    prop_assert_eq!(state.position(), position + if possible { kept } else { 0 });
+                }
+                Move::Step { .. } => {}
+                Move::Mark => {
+                    state.mark();
+                    if marks.last() != Some(&position) {
+                        marks.push(position);
+                    }
+                    let dropped = marks.len().saturating_sub(3);
+                    marks.drain(..dropped);
+                }
+                Move::Rewind(to) => {
+                    let ends: Vec<usize> = marks.iter().copied().chain([position]).collect();
+                    let expected =
+                        (0..=to.min(position)).rev().find(|&p| is_held(p, length, &ends));
+                    prop_assert_eq!(Some(state.rewind(to)), expected);
+                    prop_assert_eq!(Some(state.position()), expected);
+                    marks.retain(|&mark| Some(mark) <= expected);
+                    if expected == Some(0) && position > 0 {
+                        marks.clear();
+                    }
+                }
+            }
+        }
+        // And what follows is right too.
+        while state.position() < context {
+            advance(&mut state, &decode);
+        }
+    }
+}
+
+#[test]
+fn a_rewound_step_is_stale_and_a_part_needs_room() {
+    let one = spec(8, 40, 1, CacheLayoutChoice::Roll);
+    let mut state = KvState::new(&one).unwrap();
+    advance(&mut state, &one);
+    let step = state.prepare(&one, &[0.0; HIDDEN]).unwrap();
+    assert_eq!(state.rewind(7), 1);
+    assert!(state.inputs(&one, &step).is_err());
+    let nine = spec(8, 40, 9, CacheLayoutChoice::Roll);
+    let error = advance_part(&mut state, &nine, 8).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "8 of 9 tokens of a step cannot be kept: at most all of them can, and fewer only in steps \
+         no longer than the window of every rolled layer"
+    );
+    advance(&mut state, &nine);
+    assert_eq!(state.position(), 10);
+    state.clear();
+    assert_eq!(state.rewind(5), 0);
+}
+
 #[test]
 fn a_step_commits_once_and_only_while_it_is_the_next() {
     let spec = spec(8, 16, 1, CacheLayoutChoice::Auto);

@@ -1,16 +1,19 @@
 use crate::printer::Printer;
-use crate::source::{Generators, OrtArgs, RunnerKind, Source, read_text};
+use crate::source::{OrtArgs, RunnerKind, Source, StepLengths, TEXT_LIMIT, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
+use firesteel_checkpoint::ModelConfig;
 use firesteel_generate::{
-    AddedTokens, Conversation, Event, GenerateOptions, Generation, Generator, Message, MessageRole,
-    SamplingOptions, StepStats, StopReason, Tokenizer,
+    AddedTokens, ChatTemplate, Conversation, Event, GenerateOptions, Generation, Generator,
+    Message, MessageRole, PromptLookup, SamplingOptions, StepStats, StopReason, Tokenizer,
 };
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
+use std::io::{BufRead as _, IsTerminal as _, Read as _};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::str::FromStr;
 
 /// Generate text.
 ///
@@ -20,8 +23,8 @@ pub(crate) struct Generate {
     /// Checkpoint or artifact
     path: PathBuf,
     /// The prompt; with --chat the user's message
-    #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_file", "messages"])]
-    #[arg(allow_hyphen_values = true)]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(required_unless_present_any = ["prompt_file", "messages", "interactive"])]
     prompt: Option<String>,
     /// File with the prompt
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "messages"])]
@@ -29,6 +32,10 @@ pub(crate) struct Generate {
     /// Put the prompt through the chat template
     #[arg(long)]
     chat: bool,
+    /// Chat turn by turn: each line of stdin is a message of the user, after the prompt if there
+    /// is one
+    #[arg(long, requires = "chat", conflicts_with_all = ["tools", "messages"])]
+    interactive: bool,
     /// System message of the chat
     #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     system: Option<String>,
@@ -43,23 +50,29 @@ pub(crate) struct Generate {
     no_thinking: bool,
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(value_parser = whole::<usize>, allow_negative_numbers = true)]
     max_tokens: usize,
     /// Divides the logits; 0 takes the most probable token [default: the model's advice]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Keep the most probable tokens up to this probability [default: the model's advice]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     top_p: Option<f32>,
-    /// Keep this many of the most probable tokens; 0 keeps all [default: the model's advice]
-    #[arg(long)]
+    /// Keep this many of the most probable tokens; 0 or -1 keeps all [default: the model's advice]
+    #[arg(long, value_parser = top_k, allow_negative_numbers = true)]
     top_k: Option<usize>,
     /// Start of the random numbers
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = whole::<u64>, allow_negative_numbers = true)]
     seed: u64,
+    /// Run up to N tokens at once where the text repeats itself; the text stays the same
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "10")]
+    #[arg(value_parser = whole::<usize>, allow_negative_numbers = true)]
+    prompt_lookup: Option<usize>,
     #[command(flatten)]
     processors: Processors,
     /// Print the log-probabilities of each token and of the N most probable ones; needs --json
     #[arg(long, value_name = "N", requires = "json")]
+    #[arg(value_parser = whole::<usize>, allow_negative_numbers = true)]
     top_logprobs: Option<usize>,
     /// Write a file with a line of JSON for each step, and a summary, to this folder
     #[arg(long, value_name = "DIR", env = "FIRESTEEL_STEP_STATS_DIR")]
@@ -69,10 +82,11 @@ pub(crate) struct Generate {
     runner: Option<RunnerKind>,
     #[command(flatten)]
     ort: OrtArgs,
-    /// Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens]
-    #[arg(long, value_name = "N")]
+    /// Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens; 4096
+    /// with --interactive]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>, allow_negative_numbers = true)]
     context: Option<usize>,
-    /// Print JSON with ids, text, stop reason and times, at the end
+    /// Print JSON with ids, text, stop reason and times, at the end of each answer
     #[arg(long)]
     json: bool,
 }
@@ -82,11 +96,11 @@ pub(crate) struct Generate {
 struct Processors {
     /// Keep the tokens at least this times as probable as the most probable one [default: the
     /// model's advice]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     min_p: Option<f32>,
     /// Divides the logits of tokens in prompt or text; 1 changes nothing [default: the model's
     /// advice]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
     /// Is taken from the logits of tokens in the text
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
@@ -101,13 +115,13 @@ struct Processors {
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     bad_word: Vec<String>,
     /// Fewest tokens before the model may end [default: the model's advice]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>, allow_negative_numbers = true)]
     min_tokens: Option<usize>,
     /// Stop before this text; may be repeated
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
     /// Stop at this id; may be repeated
-    #[arg(long, value_name = "ID")]
+    #[arg(long, value_name = "ID", value_parser = whole::<u32>, allow_negative_numbers = true)]
     stop_id: Vec<u32>,
 }
 
@@ -118,8 +132,23 @@ fn logit_bias(text: &str) -> Result<(u32, f32), String> {
     parts.ok_or_else(|| "an id, =, and a number are accepted, such as 17=-2.5".to_owned())
 }
 
+fn whole<T: FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "a whole number from 0 is accepted".to_owned())
+}
+
+/// Both -1 and 0 are in use for "all".
+fn top_k(text: &str) -> Result<usize, String> {
+    match text {
+        "-1" => Ok(0),
+        _ => text.parse().map_err(|_| "a whole number from -1 is accepted".to_owned()),
+    }
+}
+
 /// Prompt tokens that a checkpoint's runner takes at once.
 const PREFILL: usize = 64;
+
+/// Context of a chat whose length is not known.
+const CHAT_CONTEXT: usize = 4096;
 
 impl Generate {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
@@ -140,31 +169,80 @@ impl Generate {
                 config.max_position_embeddings
             ));
         }
-        let ids = self.prompt_ids(&source, &tokenizer)?;
+        let chat = self.chat(&source)?;
+        let prompt = match &chat {
+            // The first turn is still to be read.
+            Some(_) if self.interactive && self.prompt.is_none() && self.prompt_file.is_none() => {
+                None
+            }
+            Some(chat) => Some(chat.template.encode(&chat.conversation, &tokenizer)?),
+            None => Some(tokenizer.encode(&self.prompt_text()?, AddedTokens::Parse)?),
+        };
+        let prompt_lookup = self
+            .prompt_lookup
+            .map(|max_tokens| PromptLookup { max_tokens, ..PromptLookup::default() });
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
             sampling: self.sampling(&tokenizer, printer)?,
             stop: self.processors.stop.clone(),
             stop_ids: self.processors.stop_id.clone(),
             top_logprobs: self.top_logprobs,
+            prompt_lookup,
         };
+        let spec = self.spec(&source, &config, prompt.as_ref().map_or(0, Vec::len))?;
+        let lengths =
+            StepLengths { prompt: PREFILL, proposal: self.prompt_lookup.unwrap_or_default() };
         let kind = self.runner.unwrap_or(source.default_runner(true));
-        let spec = match &source {
+        let decoder = source.decoder(kind, &spec, &lengths, &self.ort)?;
+        if self.prompt_lookup.is_some() && !decoder.gives_all_logits(2) {
+            printer.warn("--prompt-lookup does nothing: the artifact takes one token a step");
+        }
+        let mut step_stats = match &self.step_stats {
+            Some(directory) => Some(StepStats::create(directory)?),
+            None => None,
+        };
+        let mut generator = Generator::new(&config, decoder)?.with_tokenizer(&tokenizer);
+        if self.interactive {
+            generator = generator.with_prompt_cache();
+        }
+        if let Some(stats) = &mut step_stats {
+            generator = generator.with_step_stats(stats);
+        }
+        let mut session = Session { generator, tokenizer: &tokenizer, options, chat };
+        let outcome = self.turns(&mut session, prompt, printer);
+        drop(session);
+        match step_stats.map(StepStats::finish) {
+            Some(Ok((path, _))) => printer.talk(&format!("steps: {}", path.display())),
+            Some(Err(error)) => printer.warn(&format!("the steps are not complete: {error}")),
+            None => {}
+        }
+        outcome?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The steps of an artifact, or those of a checkpoint with room for `prompt` tokens.
+    fn spec(
+        &self,
+        source: &Source,
+        config: &ModelConfig,
+        prompt: usize,
+    ) -> anyhow::Result<StepSpec> {
+        let spec = match source {
             Source::Artifact(artifact) => artifact.manifest().contract()?,
-            Source::Checkpoint(_) => StepSpec::new(
-                &config,
-                &StepOptions {
+            Source::Checkpoint(_) => {
+                let room = prompt.saturating_add(self.max_tokens).max(PREFILL);
+                let wanted = if self.interactive { room.max(CHAT_CONTEXT) } else { room };
+                let context = wanted.min(config.max_position_embeddings);
+                let options = StepOptions {
                     tokens: 1,
-                    context: self.context.unwrap_or_else(|| {
-                        let wanted = ids.len().saturating_add(self.max_tokens).max(PREFILL);
-                        wanted.min(config.max_position_embeddings)
-                    }),
+                    context: self.context.unwrap_or(context),
                     layers: 0..config.num_layers(),
                     cache_layout: Default::default(),
                     logits: Logits::Last,
                     dtype: DType::F32,
-                },
-            )?,
+                };
+                StepSpec::new(config, &options)?
+            }
         };
         if spec.tokens != 1 {
             bail!(
@@ -175,26 +253,42 @@ impl Generate {
         if spec.logits == Logits::Hidden {
             bail!("the artifact has no vocabulary projection; export without --no-lm-head");
         }
-        let Some(embedding) = source.embedding()? else {
-            bail!("the artifact has no embedding table; export with --embedding");
-        };
-        let chunk = spec.with_tokens(PREFILL.min(spec.context))?;
-        let Generators { mut decode, mut prefill } =
-            source.generators(kind, &spec, &chunk, &self.ort)?;
-        let mut generator = Generator::new(&config, decode.as_mut(), embedding.as_ref())?
-            .with_tokenizer(&tokenizer);
-        if let Some(prefill) = prefill.as_mut().filter(|_| chunk.tokens > 1) {
-            generator = generator.with_prefill(prefill.as_mut())?;
+        Ok(spec)
+    }
+
+    /// Answers `prompt`, and in an interactive chat every line of stdin after it.
+    fn turns(
+        &self,
+        session: &mut Session<'_>,
+        mut prompt: Option<Vec<u32>>,
+        printer: &mut Printer,
+    ) -> anyhow::Result<()> {
+        loop {
+            let next = match prompt.take() {
+                None => session.read_turn(printer)?,
+                prompt => prompt,
+            };
+            let Some(ids) = next else { return Ok(()) };
+            let generation = self.answer(session, &ids, printer)?;
+            match &mut session.chat {
+                Some(chat) if self.interactive => {
+                    let text = generation.text.unwrap_or_default();
+                    chat.conversation.messages.push(Message::answer(&text));
+                }
+                _ => return Ok(()),
+            }
         }
-        let mut step_stats = match &self.step_stats {
-            Some(directory) => Some(StepStats::create(directory)?),
-            None => None,
-        };
-        if let Some(stats) = &mut step_stats {
-            generator = generator.with_step_stats(stats);
-        }
+    }
+
+    /// Generates after `prompt` and prints it.
+    fn answer(
+        &self,
+        session: &mut Session<'_>,
+        prompt: &[u32],
+        printer: &mut Printer,
+    ) -> anyhow::Result<Generation> {
         let mut failed = None;
-        let generation = generator.generate(&ids, &options, &mut |event| {
+        let generation = session.generator.generate(prompt, &session.options, &mut |event| {
             let text = match event {
                 Event::Token { text, .. } | Event::Tail { text } => text,
                 Event::Prefill { .. } => "",
@@ -209,13 +303,7 @@ impl Generate {
                     ControlFlow::Break(())
                 }
             }
-        });
-        match step_stats.map(StepStats::finish) {
-            Some(Ok((path, _))) => printer.talk(&format!("steps: {}", path.display())),
-            Some(Err(error)) => printer.warn(&format!("the steps are not complete: {error}")),
-            None => {}
-        }
-        let generation = generation?;
+        })?;
         if let Some(error) = failed {
             return Err(error.into());
         }
@@ -225,16 +313,14 @@ impl Generate {
             printer.data("\n")?;
         }
         report(&generation, printer);
-        Ok(ExitCode::SUCCESS)
+        Ok(generation)
     }
 
-    fn prompt_ids(&self, source: &Source, tokenizer: &Tokenizer) -> anyhow::Result<Vec<u32>> {
-        let conversation = if let Some(file) = &self.messages {
-            let text = read_text(file)?;
-            let mut conversation: Conversation = serde_json::from_str(&text)
-                .with_context(|| format!("{} is no conversation", file.display()))?;
-            conversation.add_generation_prompt = true;
-            Some(conversation)
+    /// The chat that the command line asks for, with what is said already.
+    fn chat(&self, source: &Source) -> anyhow::Result<Option<Chat>> {
+        let mut conversation: Conversation = if let Some(file) = &self.messages {
+            serde_json::from_str(&read_text(file)?)
+                .with_context(|| format!("{} is no conversation", file.display()))?
         } else if self.chat {
             let tools = match &self.tools {
                 None => Vec::new(),
@@ -245,25 +331,18 @@ impl Generate {
             if let Some(system) = &self.system {
                 messages.push(Message::text(MessageRole::System, system));
             }
-            messages.push(Message::text(MessageRole::User, self.prompt_text()?));
-            Some(Conversation {
-                messages,
-                tools,
-                add_generation_prompt: true,
-                enable_thinking: None,
-            })
-        } else {
-            None
-        };
-        match conversation {
-            Some(mut conversation) => {
-                if self.no_thinking {
-                    conversation.enable_thinking = Some(false);
-                }
-                Ok(source.chat_template()?.encode(&conversation, tokenizer)?)
+            if self.prompt.is_some() || self.prompt_file.is_some() {
+                messages.push(Message::text(MessageRole::User, self.prompt_text()?));
             }
-            None => Ok(tokenizer.encode(&self.prompt_text()?, AddedTokens::Parse)?),
+            Conversation { messages, tools, ..Conversation::default() }
+        } else {
+            return Ok(None);
+        };
+        conversation.add_generation_prompt = true;
+        if self.no_thinking {
+            conversation.enable_thinking = Some(false);
         }
+        Ok(Some(Chat { template: source.chat_template()?, conversation }))
     }
 
     fn prompt_text(&self) -> anyhow::Result<String> {
@@ -283,7 +362,7 @@ impl Generate {
         let advice = tokenizer.generation_config();
         if self.temperature.is_none() {
             for setting in &advice.unsupported {
-                printer.warn(&format!("generation_config.json: {setting} is not applied"));
+                printer.warn(&format!("{setting} is not applied"));
             }
         }
         let defaults = advice.sampling.clone();
@@ -310,12 +389,61 @@ impl Generate {
     }
 }
 
+/// A conversation and what makes a prompt of it.
+struct Chat {
+    template: ChatTemplate,
+    conversation: Conversation,
+}
+
+/// A generation after the other.
+struct Session<'a> {
+    generator: Generator<'a>,
+    tokenizer: &'a Tokenizer,
+    options: GenerateOptions,
+    chat: Option<Chat>,
+}
+
+impl Session<'_> {
+    /// Takes the next line of stdin that is not blank as the user's turn, and returns the prompt;
+    /// `None` after the last line.
+    fn read_turn(&mut self, printer: &mut Printer) -> anyhow::Result<Option<Vec<u32>>> {
+        let Some(chat) = &mut self.chat else { return Ok(None) };
+        let mut line = String::new();
+        while line.trim().is_empty() {
+            if std::io::stdin().is_terminal() {
+                printer.talk("Your turn (Ctrl-D ends the chat):");
+            }
+            line.clear();
+            let read = std::io::stdin().lock().take(TEXT_LIMIT + 1).read_line(&mut line);
+            let read = read.context("stdin cannot be read as text")?;
+            if read as u64 > TEXT_LIMIT {
+                bail!("a line of stdin is longer than {TEXT_LIMIT} bytes");
+            }
+            if read == 0 {
+                return Ok(None);
+            }
+        }
+        let text = line.trim_end_matches(['\r', '\n']);
+        chat.conversation.messages.push(Message::text(MessageRole::User, text));
+        Ok(Some(chat.template.encode(&chat.conversation, self.tokenizer)?))
+    }
+}
+
 fn report(generation: &Generation, printer: &mut Printer) {
     let stats = &generation.stats;
+    let cached = match stats.cached_tokens {
+        0 => String::new(),
+        cached => format!(", {cached} of them cached,"),
+    };
+    let proposed = match stats.proposed_tokens {
+        0 => String::new(),
+        proposed => format!("; {} of {proposed} proposed tokens accepted", stats.accepted_tokens),
+    };
     let rate = |rate: Option<f64>| rate.map_or("-".to_owned(), |rate| format!("{rate:.1}"));
     let first = stats.time_to_first_token_seconds;
     printer.talk(&format!(
-        "{} prompt tokens at {} tokens/s, first token after {} s; {} tokens at {} tokens/s; {}",
+        "{} prompt tokens{cached} at {} tokens/s, first token after {} s; {} tokens at {} \
+         tokens/s{proposed}; {}",
         stats.prompt_tokens,
         rate(stats.prefill_tokens_per_second()),
         first.map_or("-".to_owned(), |seconds| format!("{seconds:.3}")),

@@ -7,9 +7,9 @@ use firesteel_generate::{ToolCall, parse_tool_calls};
 use firesteel_step::{KvState, Logits, Role, Runner, StepOptions, StepSpec};
 use firesteel_tensor::DType;
 use serde_json::{Value, json};
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 
 const SPARK_TINY: &str = "models/spark-tiny";
@@ -407,4 +407,127 @@ fn chat_options_reach_the_template() {
     let forged = report(&forged)["stats"]["prompt_tokens"].as_u64().unwrap();
     let word = [SPARK_TINY, "--chat", "--prompt", "B", "--max-tokens", "0"];
     assert!(forged > report(&word)["stats"]["prompt_tokens"].as_u64().unwrap());
+}
+
+/// Runs `generate` on spark-tiny with `input` as stdin.
+fn piped(arguments: &[&str], input: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_firesteel"))
+        .args(["generate", SPARK_TINY])
+        .args(arguments)
+        .current_dir(crate::support::ROOT)
+        .env("NO_COLOR", "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_chat_goes_on_line_by_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let greedy = ["--temperature", "0", "--max-tokens", "40"];
+    let chat = [&["--chat", "--interactive"], &greedy[..]].concat();
+    let lines = "What is a fox?\n\n  \nAnd what is the sea?\nThank you.";
+    let output = piped(&chat, lines);
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let talk = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(talk.lines().count(), 3, "{talk}");
+    assert!(!talk.lines().next().unwrap().contains("cached"), "{talk}");
+    for line in talk.lines().skip(1) {
+        assert!(line.contains(" of them cached, at "), "{talk}");
+    }
+    // The same conversation in files, turn by turn.
+    let (mut messages, mut expected) = (Vec::new(), String::new());
+    for (number, turn) in
+        ["What is a fox?", "And what is the sea?", "Thank you."].iter().enumerate()
+    {
+        messages.push(json!({"role": "user", "content": turn}));
+        let file = write(folder.path(), "messages.json", &json!({"messages": messages}));
+        let report = report(&[&[SPARK_TINY, "--messages", &file], &greedy[..]].concat());
+        let answer = report["text"].as_str().unwrap();
+        expected += &format!("{answer}\n");
+        let tokens = report["stats"]["prompt_tokens"].as_u64().unwrap();
+        let line = talk.lines().nth(number).unwrap();
+        assert!(line.starts_with(&format!("{tokens} prompt tokens")), "{line}");
+        let (thought, content) = answer.split_once("</think>").unwrap_or(("", answer));
+        messages
+            .push(json!({"role": "assistant", "content": content, "reasoning_content": thought}));
+    }
+    assert_eq!(text, expected);
+    // The first turn may be on the command line.
+    let first = [&chat[..], &["--prompt", "What is a fox?"]].concat();
+    let output = piped(&first, "And what is the sea?\nThank you.\n");
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+    let output = piped(&chat, "");
+    assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
+    let output = piped(&[&chat[..], &["--context", "20"]].concat(), "What is a fox?\n");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("but the context holds 20"));
+}
+
+#[test]
+fn prompt_lookup_is_the_same_text_in_fewer_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    for runner in ["cpu", "engine"] {
+        let mut accepted = 0;
+        for (number, case) in golden().iter().enumerate() {
+            let messages = write(folder.path(), "messages.json", &case["conversation"]);
+            let fixed = [SPARK_TINY, "--messages", &messages, "--temperature", "0"];
+            let arguments = [&fixed[..], &["--runner", runner, "--prompt-lookup"]].concat();
+            let found = report(&arguments);
+            assert_eq!(found["ids"], case["greedy_ids"], "{number} {runner}");
+            let count = |key: &str| found["stats"][key].as_u64().unwrap();
+            accepted += count("accepted_tokens");
+            assert!(count("proposed_tokens") >= count("accepted_tokens"));
+            let tokens = count("decode_steps") + count("accepted_tokens") + 1;
+            assert_eq!(tokens, count("generated_tokens"));
+        }
+        assert!(accepted > 0, "{runner}");
+    }
+    let messages = write(folder.path(), "messages.json", &golden()[0]["conversation"]);
+    let fixed = ["generate", SPARK_TINY, "--messages", &messages, "--temperature", "0"];
+    let talk = firesteel(&[&fixed[..], &["--prompt-lookup", "3"]].concat()).stderr;
+    let talk = String::from_utf8(talk).unwrap();
+    assert!(talk.contains(" proposed tokens accepted; stopped at"), "{talk}");
+}
+
+#[test]
+fn numbers_below_zero_are_understood_or_refused_with_a_reason() {
+    let ids = |top_k: &str| {
+        ids(&report(&[
+            SPARK_TINY,
+            "--prompt",
+            "One",
+            "--max-tokens",
+            "5",
+            "--temperature",
+            "1",
+            "--top-k",
+            top_k,
+        ]))
+    };
+    assert_eq!(ids("-1"), ids("0"));
+    let cases = [
+        ("--top-k", "-2", "a whole number from -1 is accepted"),
+        ("--temperature", "-1", "temperature is -1, but a finite number from 0 is accepted"),
+        ("--top-p", "-1", "top_p is -1, but a number above 0 and at most 1 is accepted"),
+        ("--min-p", "-0.5", "min_p is -0.5, but a number from 0 to 1 is accepted"),
+        ("--repetition-penalty", "-1", "but a finite number above 0 is accepted"),
+        ("--max-tokens", "-1", "a whole number from 0 is accepted"),
+        ("--min-tokens", "-1", "a whole number from 0 is accepted"),
+        ("--seed", "-1", "a whole number from 0 is accepted"),
+        ("--context", "-1", "a whole number from 0 is accepted"),
+        ("--stop-id", "-1", "a whole number from 0 is accepted"),
+        ("--prompt-lookup", "-1", "a whole number from 0 is accepted"),
+        ("--prompt-lookup", "0", "prompt_lookup is 0, but 1 to 64 tokens are accepted"),
+        ("--prompt-lookup", "99", "prompt_lookup is 99, but 1 to 64 tokens are accepted"),
+    ];
+    for (option, value, expected) in cases {
+        let talk = refusal(&["generate", SPARK_TINY, "--prompt", "One", option, value]);
+        assert!(talk.contains(expected), "{option} {value}: {talk}");
+    }
 }

@@ -4,6 +4,7 @@ mod decode;
 mod export;
 mod kernels;
 mod memory;
+mod sampler;
 
 use crate::printer::Printer;
 use clap::{Args, Subcommand};
@@ -24,6 +25,8 @@ enum What {
     Kernels(kernels::BenchKernels),
     /// Prompt and decoding speed of a checkpoint, against the read bandwidth.
     Decode(decode::BenchDecode),
+    /// Picking a token against the time of a step.
+    Sampler(sampler::BenchSampler),
 }
 
 impl Bench {
@@ -32,6 +35,7 @@ impl Bench {
             What::Export(bench) => bench.run(printer),
             What::Kernels(bench) => bench.run(printer),
             What::Decode(bench) => bench.run(printer),
+            What::Sampler(bench) => bench.run(printer),
         }
     }
 }
