@@ -16,6 +16,7 @@ mod folder;
 mod gguf;
 mod json;
 mod map;
+mod mistaken;
 mod preset;
 mod quantize;
 mod random;
@@ -32,7 +33,8 @@ pub use gguf::{
     Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer, GgufValue, Importance,
     QuantizedTensor, write_gguf,
 };
-pub use map::MappedFile;
+pub use map::{MappedFile, watch_lost_pages};
+pub use mistaken::mistaken_file;
 pub use preset::{preset, presets};
 pub use random::RandomWeights;
 pub use staged::{Replace, StagedFolder, remove_staged};
