@@ -75,6 +75,7 @@ pub fn export(
     let staged = StagedFolder::create(out, replace)?;
     let plan = WritePlan::new(model_files(&built, options), raw_files(request)?)?;
     let total = plan.data_bytes();
+    staged.require_space(total)?;
     // Hashing reads what converting reads, so it runs beside it while the pages are warm.
     let weight_files: Vec<&CheckpointFile> =
         checkpoint.files().iter().filter(|file| file.name != COPIED[0]).collect();

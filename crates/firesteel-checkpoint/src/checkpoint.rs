@@ -2,12 +2,14 @@ use crate::config::{CONFIG_FILE, read_config};
 use crate::folder::{Found, Tensors, exists, file_path, read_tensors};
 use crate::gguf::stored_name;
 use crate::json::shorten;
+use crate::mistaken::mistaken_file;
 use crate::random::{Amplified, Distribution, Generator, outlier_channels};
 use crate::weight::Piece;
 use crate::{CheckpointError, Gguf, GgufTokenizer, ModelConfig, RandomWeights, Weight, gguf};
 use firesteel_tensor::{SharedBytes, element_count};
 use safetensors::Dtype;
 use std::collections::HashMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -183,9 +185,13 @@ impl Checkpoint {
         if Gguf::is_gguf(path)? {
             return Self::open_gguf(path);
         }
-        let reason = "neither a folder nor a GGUF file; accepted: the folder that holds \
-                      config.json, or a GGUF file"
-            .into();
+        let mut start = Vec::new();
+        if fs_err::metadata(path)?.is_file() {
+            fs_err::File::open(path)?.take(512).read_to_end(&mut start)?;
+        }
+        let other = "neither a folder nor a GGUF file; accepted: the folder that holds \
+                     config.json, or a GGUF file";
+        let reason = mistaken_file(&start).filter(|_| path.is_file()).unwrap_or(other).into();
         Err(CheckpointError::Path { path: path.into(), reason })
     }
 

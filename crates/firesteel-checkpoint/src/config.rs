@@ -4,6 +4,7 @@ use firesteel_tensor::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 /// The `model_type` of this architecture.
@@ -17,6 +18,11 @@ pub(crate) const MAX_CONFIG_BYTES: u64 = 1 << 20;
 pub(crate) const MAX_SIZE: u64 = 1 << 31;
 /// Most layers; bounds the work that a config alone can cause.
 pub(crate) const MAX_LAYERS: u64 = 512;
+/// Epsilons of RMSNorm that are accepted: neither lost in f32 nor larger than what it guards.
+pub(crate) const EPSILONS: RangeInclusive<f64> = 1e-12..=1.0;
+/// Bases of rotary embeddings that are accepted: below, frequencies would grow; above, they are
+/// no longer apart from 0 in f32 at any position.
+pub(crate) const THETAS: RangeInclusive<f64> = 1.0..=1e12;
 /// Context of a config without `max_position_embeddings`, as in the reference config class.
 const DEFAULT_MAX_POSITIONS: usize = 8192;
 
@@ -461,7 +467,7 @@ impl Reader {
             ));
             DEFAULT_MAX_POSITIONS
         };
-        let rms_norm_eps = self.positive(self.get("rms_norm_eps"), "rms_norm_eps")?;
+        let rms_norm_eps = self.number(self.get("rms_norm_eps"), "rms_norm_eps", &EPSILONS)?;
         Ok(ModelConfig {
             model_type: MODEL_TYPE.to_owned(),
             hidden_size,
@@ -637,10 +643,10 @@ impl Reader {
             }
         }
         let theta_key = format!("{entry_key}.rope_theta");
-        let theta = self.positive(entry.get("rope_theta"), &theta_key)?;
+        let theta = self.number(entry.get("rope_theta"), &theta_key, &THETAS)?;
         let factor_key = format!("{entry_key}.partial_rotary_factor");
         let factor = match entry.get("partial_rotary_factor").filter(|value| !value.is_null()) {
-            Some(value) => self.positive(Some(value), &factor_key)?,
+            Some(value) => self.number(Some(value), &factor_key, &(0.0..=1.0))?,
             None => match self.get("partial_rotary_factor") {
                 None => 1.0,
                 Some(outer) => {
@@ -744,11 +750,16 @@ impl Reader {
         }
     }
 
-    fn positive(&self, value: Option<&Value>, key: &str) -> Result<f64, CheckpointError> {
+    fn number(
+        &self,
+        value: Option<&Value>,
+        key: &str,
+        accepted: &RangeInclusive<f64>,
+    ) -> Result<f64, CheckpointError> {
         value
             .and_then(Value::as_f64)
-            .filter(|number| number.is_finite() && *number > 0.0)
-            .ok_or_else(|| self.error_at(key, value, "a number above 0".into()))
+            .filter(|number| accepted.contains(number))
+            .ok_or_else(|| self.error_at(key, value, show_range(accepted)))
     }
 
     /// The value of a key; null counts as missing.
@@ -768,6 +779,11 @@ impl Reader {
         let key = shorten(key).into_owned();
         CheckpointError::Config { file: self.file.clone(), key, value: show(value), accepted }
     }
+}
+
+/// What a number in `range` is called in messages.
+pub(crate) fn show_range(range: &RangeInclusive<f64>) -> String {
+    format!("a number from {:?} to {:?}", range.start(), range.end())
 }
 
 /// The keys of the first two counts whose product, as bytes of f32, cannot be addressed.

@@ -4,6 +4,7 @@
 //! cache, whose snapshot folders hold links to `../../blobs/HASH`.
 
 use crate::json::{MAX_INDEX_BYTES, members, read_bounded, shorten};
+use crate::mistaken::{instead_of_weights, mistaken_file, unfinished_download};
 use crate::safetensors::{self, MAX_TENSORS, StoredTensor};
 use crate::{CheckpointError, CheckpointFile, MappedFile, WeightFormat};
 use ::safetensors::Dtype;
@@ -76,7 +77,8 @@ pub(crate) fn read_tensors(folder: &Path) -> Result<Tensors, CheckpointError> {
     } else {
         let reason = format!(
             "neither {SINGLE} nor {INDEX} is here; accepted: a Hugging Face folder with \
-             safetensors weights"
+             safetensors weights{}",
+            instead_of_weights(folder)
         );
         return Err(CheckpointError::Path { path: folder.into(), reason });
     }
@@ -136,7 +138,12 @@ impl Tensors {
             let path = match resolve(folder, shard) {
                 Ok(path) => path,
                 Err(Refusal::Io(e)) if e.kind() != io::ErrorKind::NotFound => return Err(e.into()),
-                Err(refusal) => return Err(refuse(first, shard, refusal.reason())),
+                Err(refusal) => {
+                    let unfinished = unfinished_download(folder).map_or(String::new(), |name| {
+                        format!("; {name} is a download that did not finish, start it again")
+                    });
+                    return Err(refuse(first, shard, refusal.reason() + &unfinished));
+                }
             };
             let file: Arc<str> = shard.into();
             let mut found = 0;
@@ -170,6 +177,9 @@ type Pair<'a> = (Cow<'a, str>, Cow<'a, str>);
 
 /// The weight map of an index: tensor and shard names.
 fn parse_index(text: &[u8]) -> Result<Vec<Pair<'_>>, String> {
+    if let Some(mistake) = mistaken_file(text) {
+        return Err(mistake.into());
+    }
     let text = std::str::from_utf8(text).map_err(|e| e.to_string())?;
     let mut weight_map = None;
     for (key, raw) in members(text, MAX_TENSORS)? {

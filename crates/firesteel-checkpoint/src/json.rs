@@ -1,6 +1,7 @@
 //! JSON that may be hostile: bounded files, no duplicate keys, bounded names.
 
 use crate::CheckpointError;
+use crate::mistaken::mistaken_file;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Number, Value};
@@ -46,6 +47,9 @@ pub(crate) fn parse_object(
     let error = |reason: String| CheckpointError::Json { file: file.into(), reason };
     // Editors on some systems put a byte order mark first; Python's readers skip it.
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
+    if let Some(mistake) = mistaken_file(text) {
+        return Err(error(mistake.into()));
+    }
     match serde_json::from_slice::<Strict>(text) {
         Ok(Strict(Value::Object(map))) => Ok(map),
         Ok(_) => Err(error("the file must hold one JSON object".into())),

@@ -17,6 +17,7 @@ mod folder;
 mod gguf;
 mod json;
 mod map;
+mod mistaken;
 mod preset;
 mod quantize;
 mod random;
@@ -34,7 +35,8 @@ pub use gguf::{
     Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer, GgufValue, Importance,
     QuantizedTensor, write_gguf,
 };
-pub use map::{FileIdentity, MappedFile};
+pub use map::{FileIdentity, MappedFile, watch_lost_pages};
+pub use mistaken::mistaken_file;
 pub use preset::{preset, presets};
 pub use random::RandomWeights;
 pub use staged::{Replace, StagedFile, StagedFolder, remove_staged};

@@ -1,6 +1,7 @@
 use crate::CheckpointError;
 use crate::json::require_regular;
 use firesteel_tensor::SharedBytes;
+use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,7 +10,8 @@ use std::sync::Arc;
 /// to the page cache, so a mapped file costs no anonymous memory.
 ///
 /// The file must not be changed or shortened by anyone while it is mapped: a changed file gives
-/// changed values, and reading past a new end stops the process with SIGBUS.
+/// changed values, and reading past a new end stops the process with SIGBUS, about which
+/// [`watch_lost_pages`] has something said.
 #[derive(Debug, Clone)]
 pub struct MappedFile {
     bytes: SharedBytes,
@@ -55,7 +57,7 @@ impl MappedFile {
         require_regular(path)?;
         let file = fs_err::File::open(path)?;
         let bytes = map(file.file())
-            .map_err(|e| std::io::Error::new(e.kind(), format!("cannot map {path:?}: {e}")))?;
+            .map_err(|e| io::Error::new(e.kind(), format!("cannot map {path:?}: {e}")))?;
         Ok(Self { bytes: SharedBytes::new(bytes), identity: FileIdentity::of(file.file())? })
     }
 
@@ -71,9 +73,81 @@ impl MappedFile {
 }
 
 #[expect(unsafe_code, reason = "mapping is the only way to read weights without a copy")]
-fn map(file: &std::fs::File) -> std::io::Result<Arc<memmap2::Mmap>> {
+fn map(file: &std::fs::File) -> io::Result<Arc<memmap2::Mmap>> {
     // SAFETY: the map is private to this process, read-only and only seen as bytes, for which
     // every bit pattern is valid. What remains is that another process changes the file; the
     // contract of `MappedFile` excludes it, as every program that maps weights must.
     unsafe { memmap2::Mmap::map(file) }.map(Arc::new)
+}
+
+/// Has `end` called, in a thread of its own, when a page of a mapped file cannot be read any more:
+/// the file became shorter, or its disk failed. The thread that touched the page stops for good,
+/// so `end` must end the process. Meant for programs, once; elsewhere than on Linux nothing is
+/// watched.
+///
+/// # Errors
+/// When the thread, its pipe or the signal's handler cannot be had; nothing is watched then.
+pub fn watch_lost_pages(end: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let (mut told, tell) = io::pipe()?;
+    std::thread::Builder::new().name("lost pages".into()).spawn(move || {
+        // An error or an early end means that the handler could not be set.
+        if matches!(told.read(&mut [0]), Ok(1)) {
+            end();
+        }
+    })?;
+    lost_pages::install(tell)
+}
+
+#[cfg(any(target_os = "linux", target_os = "android"))]
+#[expect(unsafe_code, reason = "a signal is handled by a function of the C interface")]
+mod lost_pages {
+    use std::io::{self, PipeWriter};
+    use std::os::fd::IntoRawFd;
+    use std::sync::atomic::{AtomicI32, Ordering};
+
+    /// Where the handler tells; it is never closed.
+    static TELL: AtomicI32 = AtomicI32::new(-1);
+
+    pub(super) fn install(tell: PipeWriter) -> io::Result<()> {
+        TELL.store(tell.into_raw_fd(), Ordering::Release);
+        // SAFETY: all zeros is a valid sigaction: an empty mask, no flags and the default handler.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = handle;
+        action.sa_sigaction = handler as libc::sighandler_t;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // SAFETY: the action is initialised and its handler calls nothing but functions that are
+        // safe in signal handlers.
+        match unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    extern "C" fn handle(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+        // SAFETY: with SA_SIGINFO the system passes a valid siginfo_t. sigaction, write, pause
+        // and raise are safe in signal handlers, and the byte written lives on this stack.
+        unsafe {
+            let lost = (*info).si_code == libc::BUS_ADRERR;
+            let byte = 1u8;
+            let fd = TELL.load(Ordering::Acquire);
+            if lost && libc::write(fd, std::ptr::from_ref(&byte).cast(), 1) == 1 {
+                // Going on would touch the page again.
+                loop {
+                    libc::pause();
+                }
+            }
+            // Something else, or nobody can be told: what the signal does by default, on return.
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = libc::SIG_DFL;
+            libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut());
+            libc::raise(libc::SIGBUS);
+        }
+    }
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+mod lost_pages {
+    pub(super) fn install(_: std::io::PipeWriter) -> std::io::Result<()> {
+        Ok(())
+    }
 }

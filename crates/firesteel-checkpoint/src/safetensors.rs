@@ -9,6 +9,7 @@
 
 use crate::CheckpointError;
 use crate::json::{members, shorten};
+use crate::mistaken::mistaken_file;
 use firesteel_tensor::SharedBytes;
 use safetensors::Dtype;
 use serde::Deserialize;
@@ -21,6 +22,8 @@ pub(crate) const MAX_TENSORS: usize = 8192;
 /// Longest text of one tensor's entry.
 const MAX_ENTRY_BYTES: usize = 1024;
 const PREFIX_BYTES: usize = 8;
+/// The likely cause of a file that ends too early.
+const UNFINISHED: &str = "; the download may not have finished";
 
 /// One tensor of a file.
 #[derive(Debug)]
@@ -47,6 +50,9 @@ pub(crate) fn read(file: &Path, bytes: &SharedBytes) -> Result<Vec<StoredTensor>
 }
 
 fn parse(bytes: &SharedBytes) -> Result<Vec<StoredTensor>, String> {
+    if let Some(mistake) = mistaken_file(bytes) {
+        return Err(mistake.into());
+    }
     let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX_BYTES>() else {
         return Err(format!("the file has {} bytes, fewer than the 8 of a header", bytes.len()));
     };
@@ -60,7 +66,7 @@ fn parse(bytes: &SharedBytes) -> Result<Vec<StoredTensor>, String> {
         usize::try_from(length).ok().and_then(|length| rest.split_at_checked(length))
     else {
         return Err(format!(
-            "the header is said to have {length} bytes, but only {} follow",
+            "the header is said to have {length} bytes, but only {} follow{UNFINISHED}",
             rest.len()
         ));
     };
@@ -118,7 +124,7 @@ fn parse(bytes: &SharedBytes) -> Result<Vec<StoredTensor>, String> {
             range.and_then(|(from, to)| Some((from, bytes.slice(from..to)?)))
         else {
             return fail(format!(
-                "its data_offsets [{start}, {end}] end outside the {} bytes of data",
+                "its data_offsets [{start}, {end}] end outside the {} bytes of data{UNFINISHED}",
                 data.len()
             ));
         };
@@ -203,7 +209,7 @@ mod tests {
             ("prefix 101 MB", with_prefix(101_000_000, 70), "said to have 101000000 bytes"),
             ("prefix beyond the file", with_prefix(1000, 62), "1000 bytes, but only 62 follow"),
             ("seven bytes", vec![0; 7], "the file has 7 bytes, fewer than the 8 of a header"),
-            ("empty file", vec![], "the file has 0 bytes"),
+            ("empty file", vec![], "the file is empty; download it again"),
             ("empty header", with_prefix(0, 0), "header: it must be a JSON object"),
             (
                 "overlap",
@@ -220,6 +226,13 @@ mod tests {
                 of(json!({"a": tensor(json!([2]), [0, 8]), "b": tensor(json!([2]), [16, 24])}), 24),
                 "tensor \"b\": its data_offsets [16, 24] leave a hole, which ends at 8",
             ),
+            (
+                "Git LFS pointer",
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n".to_vec(),
+                "it is a Git LFS pointer, not the file itself; run git lfs pull",
+            ),
+            ("web page", b" <!DOCTYPE html><html>Sign in".to_vec(), "it is a web page"),
+            ("zip", b"PK\x03\x04archive/data.pkl".to_vec(), "it is a zip or PyTorch file"),
             ("hole at the start", of(json!({"a": tensor(json!([1]), [4, 8])}), 8), "leave a hole"),
             (
                 "trailing bytes",

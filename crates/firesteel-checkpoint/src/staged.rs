@@ -159,6 +159,14 @@ impl StagedFolder {
         &self.path
     }
 
+    /// Refuses to begin what cannot end: `bytes` bytes in a folder whose file system has less.
+    ///
+    /// # Errors
+    /// When fewer bytes are free; the message says both numbers.
+    pub fn require_space(&self, bytes: u64) -> io::Result<()> {
+        require_space(&self.path, &self.target, bytes)
+    }
+
     /// Writes everything to disk and renames the folder to its target.
     ///
     /// # Errors
@@ -169,7 +177,8 @@ impl StagedFolder {
         let exists = fs::symlink_metadata(&self.target).is_ok();
         if exists && self.replace {
             // The old folder takes the hidden name, under which `drop` removes it.
-            renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::EXCHANGE)?;
+            renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::EXCHANGE)
+                .map_err(|error| named(&self.target, error.into()))?;
         } else {
             rename_new(&self.path, &self.target)?;
         }
@@ -184,6 +193,22 @@ impl Drop for StagedFolder {
         // Nothing is left to do about an error here; the next process tries again.
         let _ = fs::remove_dir_all(&self.path);
     }
+}
+
+/// Refuses to write `bytes` bytes for `target` where the file system of `place` has less.
+pub(crate) fn require_space(place: &Path, target: &Path, bytes: u64) -> io::Result<()> {
+    // Some file systems do not tell, or tell nothing but zeros.
+    let Ok(system) = rustix::fs::statvfs(place) else { return Ok(()) };
+    let free = system.f_bavail.saturating_mul(system.f_frsize);
+    if system.f_blocks == 0 || bytes <= free {
+        return Ok(());
+    }
+    let message = format!(
+        "{}: {bytes} bytes are needed, but only {free} are free on its file system; free some or \
+         choose another place",
+        target.display()
+    );
+    Err(io::Error::new(io::ErrorKind::StorageFull, message))
 }
 
 /// The absolute target, its folder, and what hidden names beside it begin with.
@@ -209,10 +234,7 @@ fn attempt_name(prefix: &OsStr, attempt: u32) -> OsString {
 fn rename_new(path: &Path, target: &Path) -> io::Result<()> {
     match renameat_with(CWD, path, CWD, target, RenameFlags::NOREPLACE) {
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => fs::rename(path, target),
-        renamed => renamed.map_err(|error| {
-            let error = io::Error::from(error);
-            io::Error::new(error.kind(), format!("{}: {error}", target.display()))
-        }),
+        renamed => renamed.map_err(|error| named(target, error.into())),
     }
 }
 
@@ -221,6 +243,11 @@ fn sync_parent(target: &Path) -> io::Result<()> {
         Some(parent) => fs::File::open(parent)?.sync_all(),
         None => Ok(()),
     }
+}
+
+/// An error with the path that it is about.
+fn named(path: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 fn invalid(message: String) -> io::Error {

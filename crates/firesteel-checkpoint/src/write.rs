@@ -79,7 +79,8 @@ pub fn write_checkpoint(
     let staged = StagedFolder::create(out_dir, Replace::Never)?;
     let folder = staged.path();
     let shards = shards(stored_tensors(checkpoint, options)?, options.shard_bytes);
-    let total = shards.iter().map(|shard| shard.bytes).sum();
+    let total = shards.iter().fold(0u64, |sum, shard| sum.saturating_add(shard.bytes));
+    staged.require_space(total)?;
     let done = AtomicU64::new(0);
     let report = |bytes: u64| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
 
@@ -207,13 +208,15 @@ impl Shard {
         let file = fs_err::File::create_new(path)?;
         file.set_len(offset)?;
         let raw = file.file();
-        raw.write_all_at(&header, 0)?;
+        let named = |e: std::io::Error| {
+            std::io::Error::new(e.kind(), format!("{}: failed to write: {e}", path.display()))
+        };
+        raw.write_all_at(&header, 0).map_err(named)?;
         // Positioned writes make the bytes independent of who writes them when.
         jobs.par_iter().try_for_each_init(Vec::new, |buffer: &mut Vec<u8>, job| {
             buffer.resize(job.count * job.weight.dtype().size(), 0);
             job.weight.convert(job.first, job.weight.dtype(), buffer)?;
-            raw.write_all_at(buffer, job.offset)
-                .map_err(|e| std::io::Error::new(e.kind(), format!("{}: {e}", path.display())))?;
+            raw.write_all_at(buffer, job.offset).map_err(named)?;
             report(buffer.len() as u64);
             Ok::<(), CheckpointError>(())
         })?;

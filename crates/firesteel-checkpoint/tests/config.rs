@@ -143,7 +143,7 @@ fn refused_configs_say_file_key_value_and_what_is_accepted() {
         (
             "no rotary dims",
             |c| c["rope_parameters"]["full_attention"]["partial_rotary_factor"] = json!(0.0),
-            &["partial_rotary_factor is 0.0", "above 0"],
+            &["partial_rotary_factor is 0.0", "an even number of rotary dims from 2"],
         ),
         (
             "rotary dims that round to none",
@@ -153,7 +153,7 @@ fn refused_configs_say_file_key_value_and_what_is_accepted() {
         (
             "too many rotary dims",
             |c| c["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = json!(1.5),
-            &["rope_parameters.sliding_attention.partial_rotary_factor is 1.5", "makes 24"],
+            &["rope_parameters.sliding_attention.partial_rotary_factor is 1.5", "a number from 0.0 to 1.0"],
         ),
         (
             "broken rotary dims",
@@ -202,12 +202,18 @@ fn refused_configs_say_file_key_value_and_what_is_accepted() {
         (
             "no theta",
             |c| remove(&mut c["rope_parameters"]["full_attention"], "rope_theta"),
-            &["rope_parameters.full_attention.rope_theta is missing", "a number above 0"],
+            &[
+                "rope_parameters.full_attention.rope_theta is missing",
+                "a number from 1.0 to 1000000000000.0",
+            ],
         ),
         (
             "negative theta",
             |c| c["rope_parameters"]["full_attention"]["rope_theta"] = json!(-1),
-            &["rope_parameters.full_attention.rope_theta is -1", "a number above 0"],
+            &[
+                "rope_parameters.full_attention.rope_theta is -1",
+                "a number from 1.0 to 1000000000000.0",
+            ],
         ),
         (
             "scaled rope",
@@ -258,7 +264,56 @@ fn refused_configs_say_file_key_value_and_what_is_accepted() {
             |c| c["use_sliding_window"] = json!(false),
             &["use_sliding_window is false"],
         ),
-        ("zero epsilon", |c| c["rms_norm_eps"] = json!(0), &["rms_norm_eps is 0", "above 0"]),
+        (
+            "zero epsilon",
+            |c| c["rms_norm_eps"] = json!(0),
+            &["rms_norm_eps is 0;", "a number from 1e-12 to 1.0"],
+        ),
+        (
+            "epsilon beyond f32",
+            |c| c["rms_norm_eps"] = json!(1e300),
+            &["rms_norm_eps is 1e+300;", "a number from 1e-12 to 1.0"],
+        ),
+        (
+            "subnormal epsilon",
+            |c| c["rms_norm_eps"] = json!(1e-320),
+            &["rms_norm_eps is 1e-320;", "a number from 1e-12"],
+        ),
+        (
+            "negative epsilon",
+            |c| c["rms_norm_eps"] = json!(-1e-5),
+            &["rms_norm_eps is -0.00001;", "a number from 1e-12"],
+        ),
+        (
+            "epsilon as text",
+            |c| c["rms_norm_eps"] = json!("nan"),
+            &["rms_norm_eps is \"nan\";", "a number from 1e-12"],
+        ),
+        (
+            "theta beyond f32",
+            |c| c["rope_parameters"]["full_attention"]["rope_theta"] = json!(1e300),
+            &["full_attention.rope_theta is 1e+300;", "a number from 1.0 to 1000000000000.0"],
+        ),
+        (
+            "theta of nothing",
+            |c| c["rope_parameters"]["sliding_attention"]["rope_theta"] = json!(0.5),
+            &["sliding_attention.rope_theta is 0.5;", "a number from 1.0"],
+        ),
+        (
+            "factor beyond the head",
+            |c| c["rope_parameters"]["full_attention"]["partial_rotary_factor"] = json!(1e300),
+            &["partial_rotary_factor is 1e+300;", "a number from 0.0 to 1.0"],
+        ),
+        (
+            "positions without end",
+            |c| c["max_position_embeddings"] = json!(1e18),
+            &["max_position_embeddings is 1e+18;", "a whole number from 1 to 2147483648"],
+        ),
+        (
+            "head_dim without end",
+            |c| c["head_dim"] = json!(u64::MAX),
+            &["head_dim is 18446744073709551615;", "a whole number from 1 to 2147483648"],
+        ),
         ("no epsilon", |c| remove(c, "rms_norm_eps"), &["rms_norm_eps is missing"]),
         (
             "unknown dtype",

@@ -490,7 +490,7 @@ fn malformed_files_are_refused_with_the_rule() {
         (
             "epsilon",
             key("spark2_5.attention.layer_norm_rms_epsilon", || f32_value(f32::NAN)),
-            "spark2_5.attention.layer_norm_rms_epsilon is NaN; accepted: a floating-point number",
+            "spark2_5.attention.layer_norm_rms_epsilon is NaN; accepted: a number from 1e-12 to 1.0",
         ),
         (
             "window",
@@ -510,7 +510,22 @@ fn malformed_files_are_refused_with_the_rule() {
         (
             "base",
             edit(|f| f.remove("spark2_5.rope.freq_base_swa")),
-            "spark2_5.rope.freq_base_swa is missing; accepted: a floating-point number above 0",
+            "spark2_5.rope.freq_base_swa is missing; accepted: a number from 1.0 to 1000000000000.0",
+        ),
+        (
+            "base beyond f32",
+            key("spark2_5.rope.freq_base", || f32_value(f32::INFINITY)),
+            "spark2_5.rope.freq_base is inf; accepted: a number from 1.0 to 1000000000000.0",
+        ),
+        (
+            "base of nothing",
+            key("spark2_5.rope.freq_base", || f32_value(0.0)),
+            "spark2_5.rope.freq_base is 0; accepted: a number from 1.0",
+        ),
+        (
+            "epsilon without end",
+            key("spark2_5.attention.layer_norm_rms_epsilon", || f32_value(1e30)),
+            "accepted: a number from 1e-12 to 1.0",
         ),
         (
             "rotary dims",

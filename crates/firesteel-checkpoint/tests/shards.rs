@@ -249,3 +249,77 @@ fn a_single_file_wins_over_an_index_with_a_warning() {
         "{warning}"
     );
 }
+
+#[test]
+fn folders_without_weights_say_what_they_hold() {
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n";
+    type Edit<'a> = &'a dyn Fn(&Path);
+    let write = |dir: &Path, name: &str, bytes: &[u8]| {
+        let path = dir.join(name);
+        fs_err::create_dir_all(path.parent().unwrap()).unwrap();
+        fs_err::write(path, bytes).unwrap();
+    };
+    let remove = |dir: &Path| fs_err::remove_file(dir.join("model.safetensors")).unwrap();
+    let cases: &[(&str, Edit<'_>, &str)] = &[
+        ("nothing", &|dir| remove(dir), "a Hugging Face folder with safetensors weights"),
+        (
+            "PyTorch",
+            &|dir| {
+                remove(dir);
+                write(dir, "pytorch_model.bin", b"PK");
+            },
+            "; pytorch_model.bin is a PyTorch file, which is not read: download the safetensors",
+        ),
+        (
+            "GGUF",
+            &|dir| {
+                remove(dir);
+                write(dir, "a-Q4_0.gguf", b"GGUF");
+            },
+            "; give a-Q4_0.gguf itself to use that file",
+        ),
+        (
+            "unfinished",
+            &|dir| {
+                remove(dir);
+                write(dir, "model.safetensors.part", b"");
+            },
+            "; model.safetensors.part is a download that did not finish, start it again",
+        ),
+        (
+            "unfinished by the client",
+            &|dir| {
+                remove(dir);
+                write(dir, ".cache/huggingface/download/abc.incomplete", b"");
+            },
+            "; abc.incomplete is a download that did not finish",
+        ),
+        (
+            "pointer",
+            &|dir| write(dir, "model.safetensors", pointer),
+            "model.safetensors: not a valid safetensors file: it is a Git LFS pointer, not the \
+             file itself; run git lfs pull in its repository, or download the file",
+        ),
+        ("empty", &|dir| write(dir, "model.safetensors", b""), "the file is empty; download it"),
+        ("page", &|dir| write(dir, "config.json", b"<html>"), "config.json: it is a web page"),
+        ("config pointer", &|dir| write(dir, "config.json", pointer), "it is a Git LFS pointer"),
+    ];
+    let mut failures = Failures::default();
+    for (name, edit, part) in cases {
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("model");
+        Model::tiny().write(&dir);
+        edit(&dir);
+        failures.expect_error(name, open(&dir), &[part]);
+    }
+    let shard = open_with(|dir, _| {
+        let shards = fs_err::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+        let shard = shards.filter(|path| path.to_str().unwrap().contains("-of-")).min().unwrap();
+        fs_err::rename(&shard, shard.with_extension("incomplete")).unwrap();
+    });
+    failures.expect_error("shard", shard, &["is a download that did not finish, start it again"]);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs_err::write(file.path(), pointer).unwrap();
+    failures.expect_error("GGUF", open(file.path()), &["it is a Git LFS pointer"]);
+    failures.finish();
+}

@@ -63,6 +63,15 @@ fn main() -> ExitCode {
         firesteel_checkpoint::remove_staged();
         std::process::exit(INTERRUPTED);
     });
+    // A mapped file can become shorter under us. Without the watch the system's words are shorter.
+    let _ = firesteel_checkpoint::watch_lost_pages(|| {
+        firesteel_checkpoint::remove_staged();
+        Printer::new().talk(
+            "error: a model file became shorter while it was read, or its disk failed; nothing \
+             was written, start again when the file is whole",
+        );
+        std::process::exit(i32::from(USER));
+    });
     // A library may panic on a hostile file, which is caught and told as that file's error; what
     // is not caught is told at the end.
     std::panic::set_hook(Box::new(|panic| {

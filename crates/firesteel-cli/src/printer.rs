@@ -25,8 +25,8 @@ impl Printer {
     /// Writes data as it is, at once.
     pub(crate) fn data(&mut self, text: &str) -> io::Result<()> {
         let mut stdout = io::stdout().lock();
-        stdout.write_all(text.as_bytes())?;
-        stdout.flush()
+        let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+        written.map_err(|error| io::Error::new(error.kind(), format!("standard output: {error}")))
     }
 
     /// Writes a value as JSON.

@@ -1,6 +1,7 @@
 use crate::files::{JsonFile, special_tokens};
 use crate::gguf::{CHAT_TEMPLATE, GgufSource};
 use crate::guard::Guard;
+use crate::limits;
 use crate::python::{JsonStyle, json_dumps, strftime, without_generation_blocks};
 use crate::{GenerateError, Tokenizer};
 use firesteel_checkpoint::GgufTokenizer;
@@ -186,13 +187,18 @@ impl ChatTemplate {
         templates: Vec<(String, String)>,
         special_tokens: Map<String, Value>,
     ) -> Result<Self, GenerateError> {
-        let mut environment = environment().map_err(|error| template_error(&origin, &error))?;
-        for (name, source) in templates {
-            let source = without_generation_blocks(&source).into_owned();
-            environment
-                .add_template_owned(name, source)
-                .map_err(|error| template_error(&origin, &error))?;
-        }
+        let parsed = limits::on_large_stack(|| {
+            let mut environment = environment()?;
+            for (name, source) in templates {
+                let source = without_generation_blocks(&source);
+                let source = limits::bounded_source(&source, syntax()?)?;
+                environment.add_template_owned(name, source)?;
+            }
+            Ok(environment)
+        });
+        let environment = parsed
+            .map_err(|error| unusable(&origin, &error))?
+            .map_err(|error| template_error(&origin, &error))?;
         Ok(Self { environment, origin, special_tokens })
     }
 
@@ -254,8 +260,13 @@ impl ChatTemplate {
             context.insert("enable_thinking".into(), enable_thinking.into());
         }
         let name = if tool_use { TOOL_USE } else { DEFAULT };
-        let template = self.environment.get_template(name).map_err(failed)?;
-        template.render(JinjaValue::from(Serde(context))).map_err(failed)
+        let bytes = serde_json::to_string(&context).map_or(0, |text| text.len());
+        let mut environment = self.environment.clone();
+        environment.set_fuel(Some(limits::fuel(bytes)));
+        let rendered = limits::on_large_stack(move || {
+            environment.get_template(name)?.render(JinjaValue::from(Serde(context)))
+        });
+        rendered.map_err(|error| unusable(&self.origin, &error))?.map_err(failed)
     }
 }
 
@@ -335,36 +346,42 @@ fn argument_object(name: &str, arguments: &Value) -> Result<Value, String> {
 
 fn template_error(origin: &str, error: &Error) -> GenerateError {
     let detail = match error.kind() {
-        ErrorKind::OutOfFuel => format!("is not done after {TEMPLATE_STEPS} instructions"),
+        ErrorKind::OutOfFuel => "takes more instructions or memory than any chat needs".into(),
         kind => error.detail().map_or_else(|| kind.to_string(), str::to_owned),
     };
     let place = error.line().map(|line| format!("line {line}: ")).unwrap_or_default();
     GenerateError::Template { origin: origin.into(), message: format!("{place}{detail}") }
 }
 
-/// Instructions that a template may execute; thousands of messages need a fraction of it, and one
-/// that loops for ever ends with an error.
-const TEMPLATE_STEPS: u64 = 10_000_000;
+fn unusable(origin: &str, error: &std::io::Error) -> GenerateError {
+    GenerateError::Template { origin: origin.into(), message: error.to_string() }
+}
+
+fn syntax() -> Result<SyntaxConfig, Error> {
+    SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()
+}
 
 /// An environment set up as transformers sets up Jinja for chat templates.
 fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
-    environment.set_fuel(Some(TEMPLATE_STEPS));
-    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_syntax(syntax()?);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(limits::method);
+    limits::add_filter(&mut environment);
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<(), Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
-    environment.add_function("strftime_now", |format: String| {
+    environment.add_function("strftime_now", |state: &State, format: String| {
+        // No directive writes more than nine bytes for its two.
+        limits::pay_for(state, format.len().saturating_mul(5))?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
         strftime(now, &format).map_err(|message| Error::new(ErrorKind::InvalidOperation, message))
     });
     Ok(environment)
 }
 
-fn tojson(_state: &State, value: &JinjaValue, options: Kwargs) -> Result<String, Error> {
+fn tojson(state: &State, value: &JinjaValue, options: Kwargs) -> Result<String, Error> {
     let refused = |message: &str| Err(Error::new(ErrorKind::InvalidOperation, message.to_owned()));
     if value.is_undefined() {
         return refused("an undefined value has no JSON");
@@ -377,6 +394,7 @@ fn tojson(_state: &State, value: &JinjaValue, options: Kwargs) -> Result<String,
         sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
     };
     options.assert_all_used()?;
+    let value = limits::json_tree(state, value, style.indent.unwrap_or(0))?;
     let value = serde_json::to_value(value)
         .map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
     Ok(json_dumps(&value, style))

@@ -14,6 +14,7 @@ mod files;
 mod generate;
 mod gguf;
 mod guard;
+mod limits;
 mod lookup;
 mod options;
 mod python;

@@ -1,7 +1,7 @@
 use crate::files::{JsonFile, special_tokens};
 use crate::gguf::GgufSource;
 use crate::{GenerateError, GenerationConfig, Utf8Stream};
-use firesteel_checkpoint::GgufTokenizer;
+use firesteel_checkpoint::{GgufTokenizer, mistaken_file};
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
@@ -52,6 +52,9 @@ impl Tokenizer {
         let path = folder.join("tokenizer.json");
         let bytes = fs_err::read(&path)?;
         let failed = |message| GenerateError::Tokenizer { path: path.clone(), message };
+        if let Some(mistake) = mistaken_file(&bytes) {
+            return Err(failed(mistake.into()));
+        }
         // The library panics on some files that contradict themselves.
         let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(&bytes));
         let mut inner = parsed

@@ -78,7 +78,7 @@ pub(crate) fn write(
     };
     let finished = AtomicBool::new(false);
     // Left alone, the system starts to store the bytes late, and everything waits for the disk at
-    // the end. A failure shows again when the folder is committed.
+    // the end. The system reports a failure once, so it must not be lost here.
     let flush = || {
         let mut flushed = 0;
         while !finished.load(Ordering::Acquire) {
@@ -87,7 +87,10 @@ pub(crate) fn write(
                 std::thread::park_timeout(PAUSE);
                 continue;
             }
-            open.iter().for_each(|file| drop(file.sync_data()));
+            if let Err(error) = open.iter().try_for_each(fs_err::File::sync_data) {
+                let _ = failure.set(error.into());
+                break;
+            }
             flushed = written;
         }
     };

@@ -1,10 +1,13 @@
 //! The model's config from the metadata of a GGUF file, as strict as for config.json.
 
 use super::{Gguf, GgufValue};
-use crate::config::{MATHS, MAX_LAYERS, MAX_SIZE, MODEL_TYPE, unaddressable};
+use crate::config::{
+    EPSILONS, MATHS, MAX_LAYERS, MAX_SIZE, MODEL_TYPE, THETAS, show_range, unaddressable,
+};
 use crate::json::shorten;
 use crate::{CheckpointError, LayerKind, ModelConfig, Rope};
 use firesteel_tensor::DType;
+use std::ops::RangeInclusive;
 
 pub(crate) const ARCHITECTURE: &str = "general.architecture";
 pub(crate) const FILE_TYPE: &str = "general.file_type";
@@ -122,7 +125,7 @@ pub(crate) fn read_config(
         vocab_size,
         sliding_window,
         max_position_embeddings: reader.size(CONTEXT_LENGTH, MAX_SIZE)?,
-        rms_norm_eps: reader.positive(RMS_EPSILON)?,
+        rms_norm_eps: reader.number(RMS_EPSILON, &EPSILONS)?,
         layer_types,
         rope_sliding,
         rope_full,
@@ -223,11 +226,11 @@ impl<'a> Reader<'a> {
             })
     }
 
-    fn positive(&self, key: &str) -> Result<f64, CheckpointError> {
+    fn number(&self, key: &str, accepted: &RangeInclusive<f64>) -> Result<f64, CheckpointError> {
         let number = self.get(key).and_then(|value| value.as_f64());
         number
-            .filter(|number| number.is_finite() && *number > 0.0)
-            .ok_or_else(|| self.error(key, "a floating-point number above 0".into()))
+            .filter(|number| accepted.contains(number))
+            .ok_or_else(|| self.error(key, show_range(accepted)))
     }
 
     /// The size given, or the number of tokens; they agree where both are there.
@@ -267,7 +270,7 @@ impl<'a> Reader<'a> {
     }
 
     fn rope(&self, base: &str, dims: &str, head_dim: usize) -> Result<Rope, CheckpointError> {
-        let theta = self.positive(base)?;
+        let theta = self.number(base, &THETAS)?;
         let count = self.get(dims).and_then(|value| value.as_u64());
         let count = count.and_then(|count| usize::try_from(count).ok());
         let even = count.filter(|n| (2..=head_dim).contains(n) && n.is_multiple_of(2));

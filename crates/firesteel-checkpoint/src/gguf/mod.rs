@@ -17,6 +17,7 @@ pub use tokenizer::GgufTokenizer;
 pub use write::{GgufOptions, GgufReport, Importance, QuantizedTensor, write_gguf};
 
 use crate::json::shorten;
+use crate::mistaken::mistaken_file;
 use crate::{CheckpointError, FileIdentity, MappedFile, WeightFormat};
 use firesteel_tensor::{DType, SharedBytes, element_count};
 use std::collections::HashSet;
@@ -381,6 +382,9 @@ impl Gguf {
     }
 
     fn parse(path: &Path, bytes: SharedBytes) -> Result<Self, Refusal> {
+        if let Some(mistake) = mistaken_file(&bytes) {
+            return Err(Refusal::Rule(mistake.into()));
+        }
         let mut cursor = Cursor { bytes: &bytes, at: 0 };
         if cursor.take(4, "the magic")? != MAGIC {
             return Err(Refusal::Rule("it does not begin with GGUF".into()));

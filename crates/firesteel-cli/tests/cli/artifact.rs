@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 fn mini(name: &str) -> Checkpoint {
@@ -136,15 +136,14 @@ fn disk_bytes(folder: &Path) -> u64 {
         .sum()
 }
 
-/// Starts an export of `checkpoint` to `out` and kills it while it writes. Returns the hidden
-/// folder that it leaves behind.
-fn kill_while_writing(checkpoint: &Path, out: &Path, extra: &[&str]) -> PathBuf {
+/// Starts an export of `checkpoint` to `out`. Returns it, and its hidden folder, while it writes.
+fn while_writing(checkpoint: &Path, out: &Path, extra: &[&str]) -> (Child, PathBuf) {
     let before = out.exists();
     let mut export = Command::new(env!("CARGO_BIN_EXE_firesteel"))
         .args(["export", argument(checkpoint), "--precision", "fp16", "--out", argument(out)])
         .args(extra)
         .stdout(Stdio::null())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .unwrap();
     let parent = out.parent().unwrap();
@@ -160,6 +159,12 @@ fn kill_while_writing(checkpoint: &Path, out: &Path, extra: &[&str]) -> PathBuf 
         assert_eq!(export.try_wait().unwrap(), None, "the export ended before it could be killed");
         assert_eq!(out.exists(), before, "the target appeared too early");
     };
+    (export, partial)
+}
+
+/// Kills an export while it writes. Returns the hidden folder that it leaves behind.
+fn kill_while_writing(checkpoint: &Path, out: &Path, extra: &[&str]) -> PathBuf {
+    let (mut export, partial) = while_writing(checkpoint, out, extra);
     export.kill().unwrap();
     assert_eq!(export.wait().unwrap().signal(), Some(9));
     assert!(partial.is_dir());
@@ -199,6 +204,21 @@ fn a_killed_export_leaves_nothing_at_the_target() {
     Artifact::open(&out).unwrap();
     let small = ["export", &mini_path(), "--force", "--out", argument(&out)];
     stdout(&small);
+    assert!(!partial.exists());
+    assert_eq!(names(&outs), ["artifact"]);
+
+    // A checkpoint that becomes shorter ends the export, with a reason and without a trace.
+    let (export, partial) = while_writing(&checkpoint, &outs.join("other"), &[]);
+    let weights = std::fs::File::options().write(true).open(checkpoint.join("model.safetensors"));
+    weights.unwrap().set_len(1 << 16).unwrap();
+    let output = export.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let talk = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(
+        talk,
+        "error: a model file became shorter while it was read, or its disk failed; nothing was \
+         written, start again when the file is whole\n"
+    );
     assert!(!partial.exists());
     assert_eq!(names(&outs), ["artifact"]);
 }

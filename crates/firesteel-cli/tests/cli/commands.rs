@@ -1436,5 +1436,24 @@ fn a_full_disk_is_an_error() {
         .unwrap();
     let talk = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(talk.contains("No space left on device"), "{talk}");
+    assert!(talk.contains("standard output: No space left on device"), "{talk}");
+}
+
+/// What cannot fit on the disk does not begin.
+#[test]
+fn a_disk_that_is_too_small_is_told_before_anything_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config: Value =
+        parse(&std::fs::read_to_string(golden_path("spark/mini").join("config.json")).unwrap());
+    config["hidden_size"] = (1u64 << 26).into();
+    config["intermediate_size"] = (1u64 << 26).into();
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, config.to_string()).unwrap();
+    let outs = folder.path().join("outs");
+    let out = outs.join("artifact");
+    let arguments = ["export", argument(&path), "--random-weights", "--out", argument(&out)];
+    let talk = refusal(&arguments);
+    let told = [&format!("{}: ", out.display()), " bytes are needed, but only ", " are free on"];
+    assert!(told.iter().all(|part| talk.contains(part)), "{talk}");
+    assert_eq!(std::fs::read_dir(outs).unwrap().count(), 0);
 }
