@@ -14,12 +14,14 @@
 //! [`StepSpec`]: firesteel_step::StepSpec
 
 mod attention;
+mod calibrate;
 mod cpu;
 mod embedding;
 mod engine;
 mod fit;
 mod math;
 
+pub use calibrate::Calibration;
 pub use cpu::{CpuModel, CpuRunner};
 pub use embedding::CheckpointEmbedding;
 pub use engine::{Engine, EngineOptions, EngineRunner};
@@ -71,6 +73,12 @@ pub enum EngineError {
         kind: LayerKind,
         /// Token of the step.
         token: usize,
+    },
+    /// A text cannot be calibrated with.
+    #[error("the calibration cannot be run: {reason}")]
+    Calibration {
+        /// Why.
+        reason: String,
     },
     /// A kernel refuses a shape, or its threads failed.
     #[error(transparent)]
