@@ -1,6 +1,8 @@
 //! Two runners, the same inputs: how far apart are they, and where does it begin?
 
 mod compare;
+mod decoder;
+mod fidelity;
 mod logits;
 mod snr;
 
@@ -8,6 +10,8 @@ pub use compare::{
     CheckOptions, CheckReport, Feed, FirstBad, GreedyReport, LayerReport, LogitsReport, StepReport,
     compare,
 };
+pub use decoder::RunnerDecoder;
+pub use fidelity::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 pub use logits::{LogitsDifference, compare_logits, greedy_choice};
 pub use snr::{Snr, SnrMeter};
 

@@ -58,6 +58,13 @@ fn largest(values: &[f32], count: usize) -> Vec<usize> {
     ids
 }
 
+/// ln of the probability of `id`, which is below the number of logits.
+pub(crate) fn log_probability(logits: &[f32], id: usize) -> f64 {
+    let maximum = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let total = logits.iter().map(|v| (f64::from(*v) - maximum).exp()).sum::<f64>().ln();
+    logits.get(id).map_or(f64::NEG_INFINITY, |logit| f64::from(*logit) - maximum - total)
+}
+
 /// ln softmax, in f64.
 fn log_softmax(logits: &[f32]) -> Vec<f64> {
     let maximum = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);

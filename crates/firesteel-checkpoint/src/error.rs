@@ -207,6 +207,17 @@ pub enum CheckpointError {
         /// What is wrong and the way out.
         reason: String,
     },
+    /// The smallest formats need more bits than there are.
+    #[error(
+        "{bits} bits for each weight are too few: the formats asked for need {least:.3}; accepted: \
+         that many or more"
+    )]
+    Budget {
+        /// Bits asked for.
+        bits: f64,
+        /// Bits needed.
+        least: f64,
+    },
     /// A number of layers that the model cannot be cut to.
     #[error("cannot cut the model to {requested} layers; accepted: 1 to {available}")]
     Layers {

@@ -32,8 +32,8 @@ pub use checkpoint::{Checkpoint, CheckpointFile, Head, LayerWeights};
 pub use config::{LayerKind, ModelConfig, Rope};
 pub use error::CheckpointError;
 pub use gguf::{
-    Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer, GgufValue, Importance,
-    QuantizedTensor, write_gguf,
+    Effects, Formats, Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer,
+    GgufValue, Importance, QuantizedTensor, Raised, allocate, write_gguf,
 };
 pub use map::{FileIdentity, MappedFile, watch_lost_pages};
 pub use mistaken::mistaken_file;

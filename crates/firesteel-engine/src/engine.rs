@@ -10,6 +10,24 @@ use rayon::prelude::*;
 use std::borrow::Cow;
 use std::sync::Arc;
 
+/// Is told what a step computes.
+pub(crate) trait Observer {
+    /// `output` `[T, N]` is `input` `[T, K]` times the transpose of `weight` `[N, K]`.
+    fn product(&mut self, weight: &Weight, input: &[f64], output: &[f64]);
+
+    /// `hidden` `[T, width]` is the residual stream after the output of `added_by` was added.
+    fn residual(&mut self, added_by: &Weight, hidden: &[f64], width: usize);
+}
+
+/// Watches nothing.
+struct Unobserved;
+
+impl Observer for Unobserved {
+    fn product(&mut self, _: &Weight, _: &[f64], _: &[f64]) {}
+
+    fn residual(&mut self, _: &Weight, _: &[f64], _: usize) {}
+}
+
 /// Elements of an activation that one task handles at least.
 const MIN_ELEMENTS: usize = 1024;
 
@@ -48,7 +66,12 @@ impl Engine {
     }
 
     /// Executes one step of `spec`, which fits this model.
-    fn step(&self, spec: &StepSpec, inputs: &StepInputs<'_>) -> Result<StepOutputs, EngineError> {
+    fn step(
+        &self,
+        spec: &StepSpec,
+        inputs: &StepInputs<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<StepOutputs, EngineError> {
         let config = self.checkpoint.config();
         let mut outputs = Outputs::new(spec);
         let mut hidden: Vec<f64> =
@@ -56,8 +79,8 @@ impl Engine {
         let weights = self.checkpoint.layers().iter().skip(spec.first_layer);
         for (index, (layer, weights)) in spec.layers.iter().zip(weights).enumerate() {
             let step = LayerStep { engine: self, spec, inputs, index, layer, weights };
-            let (keys, values) = step.attention(&mut hidden)?;
-            step.feed_forward(&mut hidden)?;
+            let (keys, values) = step.attention(&mut hidden, observer)?;
+            step.feed_forward(&mut hidden, observer)?;
             let (heads, count) = (spec.num_key_value_heads, spec.returned_entries(layer));
             outputs.put(Role::KeyNew(index), || keys.last(heads, count))?;
             outputs.put(Role::ValueNew(index), || values.last(heads, count))?;
@@ -73,7 +96,7 @@ impl Engine {
         };
         let normed = rms_norm(self.checkpoint.final_norm(), config.rms_norm_eps, headed)?;
         let tokens = normed.len() / spec.hidden_size;
-        let logits = project(self.checkpoint.head_weight(), &normed, tokens)?;
+        let logits = observed(observer, self.checkpoint.head_weight(), &normed, tokens)?;
         outputs.put(Role::Logits, || narrowed(&logits))?;
         outputs.finish()
     }
@@ -92,6 +115,17 @@ impl EngineRunner {
     /// When `spec` is not a step of this model; the error names the difference.
     pub fn new(checkpoint: Arc<Checkpoint>, spec: StepSpec) -> Result<Self, EngineError> {
         Engine::new(checkpoint, EngineOptions::default()).runner(spec)
+    }
+
+    /// Executes one step while `observer` watches.
+    pub(crate) fn observed_step(
+        &self,
+        inputs: &StepInputs<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<StepOutputs, EngineError> {
+        // The inputs may have been checked against another spec.
+        let inputs = StepInputs::new(&self.spec, inputs.tensors().to_vec())?;
+        self.engine.step(&self.spec, &inputs, observer)
     }
 }
 
@@ -112,9 +146,7 @@ impl Runner for EngineRunner {
     }
 
     fn step(&mut self, inputs: &StepInputs<'_>) -> Result<StepOutputs, RunnerError> {
-        // The inputs may have been checked against another spec.
-        let inputs = StepInputs::new(&self.spec, inputs.tensors().to_vec())?;
-        Ok(self.engine.step(&self.spec, &inputs)?)
+        Ok(self.observed_step(inputs, &mut Unobserved)?)
     }
 }
 
@@ -130,7 +162,11 @@ struct LayerStep<'a> {
 
 impl<'a> LayerStep<'a> {
     /// Adds gated attention to `hidden` and returns the layer's keys and values.
-    fn attention(&self, hidden: &mut [f64]) -> Result<(Entries<'a>, Entries<'a>), EngineError> {
+    fn attention(
+        &self,
+        hidden: &mut [f64],
+        observer: &mut dyn Observer,
+    ) -> Result<(Entries<'a>, Entries<'a>), EngineError> {
         let spec = self.spec;
         let (tokens, width) = (spec.tokens, spec.head_dim);
         let (heads, kv_heads) = (spec.num_attention_heads, spec.num_key_value_heads);
@@ -139,7 +175,7 @@ impl<'a> LayerStep<'a> {
         let mask = self.input(Role::Mask(self.layer.kind))?;
         let normed = self.norm(&self.weights.input_norm, hidden)?;
         let gates = project(&self.weights.head_gate, &normed, tokens)?;
-        let mut qkv = project(&self.weights.qkv, &normed, tokens)?;
+        let mut qkv = observed(observer, &self.weights.qkv, &normed, tokens)?;
         let rotary = cos.len() / tokens;
         let row = (heads + 2 * kv_heads) * width;
         for (t, row) in qkv.chunks_exact_mut(row).enumerate() {
@@ -183,22 +219,28 @@ impl<'a> LayerStep<'a> {
                 }
             },
         );
-        add(hidden, &project(&self.weights.attention_out, &attended, tokens)?);
+        add(hidden, &observed(observer, &self.weights.attention_out, &attended, tokens)?);
+        observer.residual(&self.weights.attention_out, hidden, spec.hidden_size);
         Ok((keys, values))
     }
 
     /// Adds the feed-forward part to `hidden`.
-    fn feed_forward(&self, hidden: &mut [f64]) -> Result<(), EngineError> {
+    fn feed_forward(
+        &self,
+        hidden: &mut [f64],
+        observer: &mut dyn Observer,
+    ) -> Result<(), EngineError> {
         let (tokens, gelu) = (self.spec.tokens, self.engine.options.gelu);
         let normed = self.norm(&self.weights.post_attention_norm, hidden)?;
-        let mut inner = project(&self.weights.mlp_gate, &normed, tokens)?;
-        let up = project(&self.weights.mlp_up, &normed, tokens)?;
+        let mut inner = observed(observer, &self.weights.mlp_gate, &normed, tokens)?;
+        let up = observed(observer, &self.weights.mlp_up, &normed, tokens)?;
         inner
             .par_iter_mut()
             .zip(&up)
             .with_min_len(MIN_ELEMENTS)
             .for_each(|(gate, up)| *gate = gelu.apply(*gate) * up);
-        add(hidden, &project(&self.weights.mlp_down, &inner, tokens)?);
+        add(hidden, &observed(observer, &self.weights.mlp_down, &inner, tokens)?);
+        observer.residual(&self.weights.mlp_down, hidden, self.spec.hidden_size);
         Ok(())
     }
 
@@ -210,6 +252,18 @@ impl<'a> LayerStep<'a> {
     fn input(&self, role: Role) -> Result<Cow<'a, [f32]>, EngineError> {
         input(self.spec, self.inputs, role)
     }
+}
+
+/// The product that [`project`] makes, shown to `observer`.
+fn observed(
+    observer: &mut dyn Observer,
+    weight: &Weight,
+    input: &[f64],
+    tokens: usize,
+) -> Result<Vec<f64>, EngineError> {
+    let output = project(weight, input, tokens)?;
+    observer.product(weight, input, &output);
+    Ok(output)
 }
 
 /// The values of the input with `role`, as f32.

@@ -16,12 +16,14 @@
 //! [`StepSpec`]: firesteel_step::StepSpec
 
 mod attention;
+mod calibrate;
 mod cpu;
 mod embedding;
 mod engine;
 mod fit;
 mod math;
 
+pub use calibrate::Calibration;
 pub use cpu::{
     BatchEntry, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, PackedCache, PackedWeights,
     SequenceOptions,
@@ -118,6 +120,12 @@ pub enum EngineError {
     /// The operating system refused; the message of the source names the path.
     #[error(transparent)]
     Io(#[from] std::io::Error),
+    /// A text cannot be calibrated with.
+    #[error("the calibration cannot be run: {reason}")]
+    Calibration {
+        /// Why.
+        reason: String,
+    },
     /// A kernel refuses a shape, or its threads failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),

@@ -6,15 +6,18 @@
 //! with the file. Stricter than the format: counts and names are bounded, keys and tensors appear
 //! once, data may not overlap, and arrays of arrays are not read.
 
+mod allocate;
 mod config;
 mod names;
+mod sampling;
 mod tokenizer;
 mod write;
 
+pub use allocate::{Effects, Raised, allocate};
 pub(crate) use config::read_config;
 pub(crate) use names::stored_name;
 pub use tokenizer::GgufTokenizer;
-pub use write::{GgufOptions, GgufReport, Importance, QuantizedTensor, write_gguf};
+pub use write::{Formats, GgufOptions, GgufReport, Importance, QuantizedTensor, write_gguf};
 
 use crate::json::shorten;
 use crate::mistaken::mistaken_file;

@@ -5,6 +5,7 @@ use super::config::{
     FILE_TYPE, HEAD_COUNT, HEAD_COUNT_KV, KEY_LENGTH, OTHER_ENDS, PADDING, RMS_EPSILON, ROPE_BASE,
     ROPE_DIMS, SLIDING_WINDOW, SLIDING_WINDOW_PATTERN, VALUE_LENGTH, VOCAB_SIZE,
 };
+use super::sampling::{Advice, sampling_advice};
 use super::tokenizer::{
     ADD_BOS, CHAT_TEMPLATE, MERGES, MODEL, NO_TOKENIZER, PRE, TOKEN_TYPES, TOKENS,
 };
@@ -27,6 +28,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// the column is multiplied with, or anything proportional to it.
 pub type Importance<'a> = &'a (dyn Fn(&str) -> Option<Vec<f32>> + Sync);
 
+/// The format of a matrix by the name of the weight; `None` for that of the options.
+pub type Formats<'a> = &'a (dyn Fn(&str) -> Option<WeightFormat> + Sync);
+
 /// How [`write_gguf`] writes.
 #[derive(Clone, Copy)]
 pub struct GgufOptions<'a> {
@@ -35,6 +39,8 @@ pub struct GgufOptions<'a> {
     pub format: WeightFormat,
     /// Format of the embedding and of a stored head; `None` for that of the matrices.
     pub head: Option<WeightFormat>,
+    /// Formats of single matrices. Norms are not asked for, and the gate is.
+    pub formats: Option<Formats<'a>>,
     /// Importance of the columns for quantizing; where there is none, all are equal.
     pub importance: Option<Importance<'a>>,
     /// Name of the model in the metadata.
@@ -46,7 +52,7 @@ pub struct GgufOptions<'a> {
 impl GgufOptions<'_> {
     /// Matrices, embedding and head in `format`, no importance, no name, nothing replaced.
     pub fn new(format: WeightFormat) -> Self {
-        Self { format, head: None, importance: None, name: None, replace: false }
+        Self { format, head: None, formats: None, importance: None, name: None, replace: false }
     }
 }
 
@@ -55,6 +61,7 @@ impl fmt::Debug for GgufOptions<'_> {
         f.debug_struct("GgufOptions")
             .field("format", &self.format)
             .field("head", &self.head)
+            .field("formats", &self.formats.is_some())
             .field("importance", &self.importance.is_some())
             .field("name", &self.name)
             .field("replace", &self.replace)
@@ -84,6 +91,10 @@ pub struct QuantizedTensor {
     pub bytes: u64,
     /// √(Σ(x − x̂)² / Σx²), unweighted; 0 when nothing was lost.
     pub relative_rms: f64,
+    /// √(Σ w(x − x̂)² / Σ w x²), w being the importance of the column: the error of the product as
+    /// a share of it, if the inputs of different columns have nothing to do with each other.
+    /// `None` without importance or where the format is that of the weight or numbers.
+    pub weighted_rms: Option<f64>,
 }
 
 /// Elements that a thread converts and writes at once, at most, unless a row is longer.
@@ -92,7 +103,7 @@ const CHUNK: usize = 1 << 19;
 const QUANTIZATION_VERSION: u32 = 2;
 
 /// Writes `checkpoint` as a GGUF file that llama.cpp reads as well, with the tokenizer of
-/// [`GgufTokenizer::of_checkpoint`]. Of the end-of-sequence ids three have a place in the format,
+/// [`GgufTokenizer::of_checkpoint`] and the advice on sampling of generation_config.json. Of the end-of-sequence ids three have a place in the format,
 /// and any more are left out. Weights are converted in parallel and never held as a whole; equal
 /// inputs give equal bytes on any number of threads.
 ///
@@ -144,30 +155,34 @@ pub fn write_gguf(
 
     let mut sums = vec![SquareError::default(); tensors.len()];
     for (job, error) in jobs.iter().zip(errors) {
-        sums[job.index].lost += error.lost;
-        sums[job.index].all += error.all;
+        sums[job.index].add(error);
     }
+    let share = |lost: f64, all: f64| if lost > 0.0 { (lost / all).sqrt() } else { 0.0 };
     let tensors = tensors.into_iter().zip(sums).map(|(tensor, sum)| QuantizedTensor {
         name: tensor.weight.name().to_owned(),
         format: tensor.format,
         elements: tensor.weight.element_count() as u64,
         bytes: tensor.bytes as u64,
-        relative_rms: if sum.lost > 0.0 { (sum.lost / sum.all).sqrt() } else { 0.0 },
+        relative_rms: share(sum.lost, sum.all),
+        weighted_rms: (!tensor.importance.is_empty())
+            .then(|| share(sum.weighted_lost, sum.weighted_all)),
     });
     Ok(GgufReport { tensors: tensors.collect(), bytes: total })
 }
 
 /// A tensor and how it will be written.
-struct Planned {
-    weight: Weight,
-    format: WeightFormat,
-    bytes: usize,
-    /// One weight a column; empty when all are equal.
+pub(super) struct Planned {
+    pub(super) weight: Weight,
+    pub(super) format: WeightFormat,
+    pub(super) bytes: usize,
+    /// One weight a column, 1 in the mean; empty when all are equal.
     importance: Vec<f32>,
+    /// What the given importance is in the mean; 1 when none was given.
+    pub(super) mean_importance: f64,
 }
 
 impl Planned {
-    fn new(
+    pub(super) fn new(
         weight: &Weight,
         format: WeightFormat,
         options: &GgufOptions<'_>,
@@ -192,24 +207,24 @@ impl Planned {
         }
         let bytes = format.byte_count(weight.element_count());
         let bytes = bytes.ok_or_else(|| refuse("its size overflows".into()))?;
-        let mut importance = Vec::new();
+        let (mut importance, mut mean_importance) = (Vec::new(), 1.0);
         if format != float(weight.dtype())
             && format.is_quantized()
             && let Some(given) = options.importance.and_then(|of| of(weight.name()))
         {
-            importance = checked_importance(given, columns).map_err(refuse)?;
+            (importance, mean_importance) = checked_importance(given, columns).map_err(refuse)?;
         }
-        Ok(Self { weight: weight.clone(), format, bytes, importance })
+        Ok(Self { weight: weight.clone(), format, bytes, importance, mean_importance })
     }
 
-    fn columns(&self) -> usize {
+    pub(super) fn columns(&self) -> usize {
         self.weight.shape().last().copied().unwrap_or(1).max(1)
     }
 }
 
-/// Importance scaled to a mean of 1. No column counts for nothing, so that a column which the
+/// Importance scaled to a mean of 1, and its mean before. No column counts for nothing, so that a column which the
 /// calibration never saw keeps a meaning.
-fn checked_importance(given: Vec<f32>, columns: usize) -> Result<Vec<f32>, String> {
+fn checked_importance(given: Vec<f32>, columns: usize) -> Result<(Vec<f32>, f64), String> {
     const LEAST: f64 = 1e-4;
     if given.len() != columns {
         let length = given.len();
@@ -222,20 +237,25 @@ fn checked_importance(given: Vec<f32>, columns: usize) -> Result<Vec<f32>, Strin
     }
     let mean = given.iter().map(|w| f64::from(*w)).sum::<f64>() / columns as f64;
     if mean == 0.0 {
-        return Ok(Vec::new());
+        return Ok((Vec::new(), 1.0));
     }
-    Ok(given.iter().map(|w| (f64::from(*w) / mean).max(LEAST) as f32).collect())
+    Ok((given.iter().map(|w| (f64::from(*w) / mean).max(LEAST) as f32).collect(), mean))
 }
 
 /// All tensors in the order of the model.
-fn planned(
+pub(super) fn planned(
     checkpoint: &Checkpoint,
     options: &GgufOptions<'_>,
 ) -> Result<Vec<Planned>, CheckpointError> {
+    let plan = |weight: &Weight, format: WeightFormat| {
+        let own = options.formats.filter(|_| weight.shape().len() > 1);
+        let own = own.and_then(|of| of(weight.name()));
+        Planned::new(weight, own.unwrap_or(format), options)
+    };
     let all_values = WeightFormat::Float(DType::F32);
     let head = options.head.unwrap_or(options.format);
     let gate = if options.format.is_quantized() { all_values } else { options.format };
-    let mut planned = vec![Planned::new(checkpoint.embedding(), head, options)?];
+    let mut planned = vec![plan(checkpoint.embedding(), head)?];
     for layer in checkpoint.layers() {
         for (weight, format) in [
             (&layer.input_norm, all_values),
@@ -247,12 +267,12 @@ fn planned(
             (&layer.mlp_up, options.format),
             (&layer.mlp_down, options.format),
         ] {
-            planned.push(Planned::new(weight, format, options)?);
+            planned.push(plan(weight, format)?);
         }
     }
-    planned.push(Planned::new(checkpoint.final_norm(), all_values, options)?);
+    planned.push(plan(checkpoint.final_norm(), all_values)?);
     if let Head::Stored(weight) = checkpoint.head() {
-        planned.push(Planned::new(weight, head, options)?);
+        planned.push(plan(weight, head)?);
     }
     Ok(planned)
 }
@@ -266,19 +286,22 @@ struct Job {
     offset: u64,
 }
 
+/// Room for converting.
 #[derive(Default)]
-struct Buffers {
+pub(super) struct Buffers {
     values: Vec<f32>,
     read_back: Vec<f32>,
     importance: Vec<f32>,
     out: Vec<u8>,
 }
 
-/// Σ(x − x̂)² and Σx².
+/// Σ(x − x̂)² and Σx², as they are and weighted by the importance of the columns.
 #[derive(Debug, Clone, Copy, Default)]
-struct SquareError {
+pub(super) struct SquareError {
     lost: f64,
     all: f64,
+    pub(super) weighted_lost: f64,
+    pub(super) weighted_all: f64,
 }
 
 impl Job {
@@ -288,7 +311,22 @@ impl Job {
         buffers: &mut Buffers,
         file: &std::fs::File,
     ) -> Result<SquareError, CheckpointError> {
-        let Planned { weight, format, importance, .. } = tensor;
+        let error = tensor.convert(self.first, self.count, buffers)?;
+        let before = tensor.format.byte_count(self.first).unwrap_or_default();
+        file.write_all_at(&buffers.out, self.offset + before as u64)?;
+        Ok(error)
+    }
+}
+
+impl Planned {
+    /// Makes the bytes of `count` elements from `first` on, which are whole rows of the tensor.
+    pub(super) fn convert(
+        &self,
+        first: usize,
+        count: usize,
+        buffers: &mut Buffers,
+    ) -> Result<SquareError, CheckpointError> {
+        let Self { weight, format, importance, .. } = self;
         let Buffers { values, read_back, importance: weights, out } = buffers;
         let refuse = |reason: String| CheckpointError::Quantize {
             tensor: weight.name().to_owned(),
@@ -296,18 +334,18 @@ impl Job {
             reason,
         };
         let bytes = |count: usize| format.byte_count(count).unwrap_or_default();
-        out.resize(bytes(self.count), 0);
-        values.resize(self.count, 0.0);
-        read_back.resize(self.count, 0.0);
+        out.resize(bytes(count), 0);
+        values.resize(count, 0.0);
+        read_back.resize(count, 0.0);
         let mut error = SquareError::default();
         let unchanged = weight.format() == *format;
         if let (true, Some(blocks)) = (unchanged, weight.blocks()) {
             // Blocks that are in this format already lose nothing.
-            let start = bytes(self.first);
+            let start = bytes(first);
             let part = blocks.get(start..start + out.len());
             out.copy_from_slice(part.ok_or_else(|| refuse("its blocks are not there".into()))?);
         } else if let WeightFormat::Float(dtype) = *format {
-            let report = weight.convert(self.first, dtype, out)?;
+            let report = weight.convert(first, dtype, out)?;
             if report.overflowed > 0 {
                 let count = report.overflowed;
                 return Err(refuse(format!(
@@ -315,44 +353,54 @@ impl Job {
                 )));
             }
             if !unchanged && dtype != DType::F32 {
-                weight.read_f32(self.first, values)?;
+                weight.read_f32(first, values)?;
                 let converted = firesteel_tensor::read_f32(dtype, out, read_back);
                 converted.map_err(|source| CheckpointError::Convert {
                     tensor: weight.name().to_owned(),
                     source,
                 })?;
-                error = SquareError::of(values, read_back);
+                error.add_values(values, read_back, &[]);
             }
         } else {
-            weight.read_f32(self.first, values)?;
+            weight.read_f32(first, values)?;
             if let Some(index) = values.iter().position(|value| !value.is_finite()) {
-                let (value, index) = (values[index], self.first + index);
+                let (value, index) = (values[index], first + index);
                 return Err(refuse(format!(
                     "element {index} is {value}; accepted: finite numbers"
                 )));
             }
             weights.clear();
             match importance.as_slice() {
-                [] => weights.resize(self.count, 1.0),
-                columns => weights.extend(columns.iter().cycle().take(self.count)),
+                [] => weights.resize(count, 1.0),
+                columns => weights.extend(columns.iter().cycle().take(count)),
             }
             quantize(*format, values, weights, out);
             dequantize(*format, out, 0, read_back);
-            error = SquareError::of(values, read_back);
+            error.add_values(values, read_back, weights);
         }
-        file.write_all_at(out, self.offset + bytes(self.first) as u64)?;
         Ok(error)
     }
 }
 
 impl SquareError {
-    fn of(values: &[f32], read_back: &[f32]) -> Self {
-        let mut sum = Self::default();
-        for (value, back) in values.iter().zip(read_back) {
-            sum.lost += f64::from(value - back).powi(2);
-            sum.all += f64::from(*value).powi(2);
+    /// Adds elements with their weights; without weights all have the same.
+    fn add_values(&mut self, values: &[f32], read_back: &[f32], weights: &[f32]) {
+        let weights = weights.iter().copied().chain(std::iter::repeat(1.0));
+        for ((value, back), weight) in values.iter().zip(read_back).zip(weights) {
+            let lost = f64::from(value - back).powi(2);
+            let all = f64::from(*value).powi(2);
+            self.lost += lost;
+            self.all += all;
+            self.weighted_lost += f64::from(weight) * lost;
+            self.weighted_all += f64::from(weight) * all;
         }
-        sum
+    }
+
+    pub(super) fn add(&mut self, other: Self) {
+        self.lost += other.lost;
+        self.all += other.all;
+        self.weighted_lost += other.weighted_lost;
+        self.weighted_all += other.weighted_all;
     }
 }
 
@@ -373,6 +421,12 @@ fn header(
         metadata.u32("general.quantization_version", QUANTIZATION_VERSION);
     }
     metadata.ids(checkpoint.config());
+    for (key, advice) in sampling_advice(checkpoint)? {
+        match advice {
+            Advice::Integer(value) => metadata.i32(key, value),
+            Advice::Number(value) => metadata.f32(key, value.into()),
+        }
+    }
     match GgufTokenizer::of_checkpoint(checkpoint)? {
         Some(tokenizer) => metadata.tokenizer(&tokenizer),
         None => metadata.string(MODEL, NO_TOKENIZER[0]),
@@ -429,6 +483,11 @@ impl Metadata {
 
     fn u32(&mut self, key: &str, value: u32) {
         self.key(key, Type::U32);
+        self.bytes.extend(value.to_le_bytes());
+    }
+
+    fn i32(&mut self, key: &str, value: i32) {
+        self.key(key, Type::I32);
         self.bytes.extend(value.to_le_bytes());
     }
 

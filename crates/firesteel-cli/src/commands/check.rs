@@ -1,3 +1,6 @@
+mod fidelity;
+
+use self::fidelity::FidelityArgs;
 use crate::printer::{Printer, table};
 use crate::source::{OrtArgs, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
@@ -16,7 +19,8 @@ use std::process::ExitCode;
 /// Compare two runners on the same tokens.
 ///
 /// Both get the same tokens step by step; logits, hidden state after each layer, new keys and new
-/// values are compared. Exit code 1 when something is below the bar.
+/// values are compared. With --text or --prompts each side is run for itself, with its own
+/// embedding, and what it says is compared. Exit code 1 when something is beyond its bar.
 #[derive(Debug, Args)]
 pub(crate) struct Check {
     /// Artifact (or checkpoint) to check
@@ -26,6 +30,8 @@ pub(crate) struct Check {
     against: PathBuf,
     #[command(flatten)]
     args: CheckArgs,
+    #[command(flatten)]
+    fidelity: FidelityArgs,
     /// Print a JSON report
     #[arg(long)]
     json: bool,
@@ -99,6 +105,14 @@ impl Check {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let test = Source::open(&self.path, printer)?;
         let reference = Source::open(&self.against, printer)?;
+        if self.fidelity.wanted() {
+            let report = self.fidelity.run(&test, &reference, &self.args)?;
+            match self.json {
+                true => printer.json(&report)?,
+                false => fidelity::print(&report, printer)?,
+            }
+            return Ok(ExitCode::from(u8::from(!report.passed)));
+        }
         let report = check_and_print(&test, &reference, &self.args, !self.json, printer)?;
         if self.json {
             printer.json(&report)?;
@@ -347,6 +361,19 @@ fn decibels(snr: &Snr) -> String {
     }
 }
 
+fn print_settings(
+    runner: &str,
+    settings: &[(String, String)],
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
+    if !settings.is_empty() {
+        let list: Vec<String> =
+            settings.iter().map(|(key, value)| format!("{key} {value}")).collect();
+        printer.line(format!("{runner}: {}", list.join(", ")))?;
+    }
+    Ok(())
+}
+
 fn print_report(
     report: &CheckReport,
     spec: &StepSpec,
@@ -364,15 +391,8 @@ fn print_report(
             None => String::new(),
         }
     ))?;
-    for (runner, settings) in
-        [(&report.reference, &report.reference_settings), (&report.test, &report.test_settings)]
-    {
-        if !settings.is_empty() {
-            let list: Vec<String> =
-                settings.iter().map(|(key, value)| format!("{key} {value}")).collect();
-            printer.line(format!("{runner}: {}", list.join(", ")))?;
-        }
-    }
+    print_settings(&report.reference, &report.reference_settings, printer)?;
+    print_settings(&report.test, &report.test_settings, printer)?;
     let first = if spec.logits == Logits::Hidden { "hidden" } else { "logits" };
     let mut rows = vec![["", "SNR", "max difference"].map(str::to_owned).to_vec()];
     let mut row = |name: String, snr: &Snr| {

@@ -1,6 +1,6 @@
 use super::check::{CheckArgs, check_and_print};
 use crate::printer::{Printer, mebibytes};
-use crate::progress::ByteProgress;
+use crate::progress::Progress;
 use crate::source::Source;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
@@ -181,7 +181,7 @@ impl Export {
             },
             head_shards: self.head_shards,
         };
-        let bar = ByteProgress::new("exporting");
+        let bar = Progress::new("exporting");
         let request = ExportRequest {
             checkpoint: &checkpoint,
             options,

@@ -1,16 +1,27 @@
 use crate::printer::{Printer, mebibytes, table};
-use crate::progress::ByteProgress;
+use crate::progress::Progress;
+use crate::source::{Source, read_text};
+use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
-use firesteel_checkpoint::{Checkpoint, GgufOptions, WeightFormat, write_gguf};
+use firesteel_checkpoint::{
+    Checkpoint, GgufOptions, QuantizedTensor, Raised, WeightFormat, allocate, write_gguf,
+};
+use firesteel_engine::Calibration;
+use firesteel_generate::AddedTokens;
 use firesteel_tensor::DType;
+use glob::Pattern;
 use serde::Serialize;
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Write a checkpoint as a GGUF file, quantized or not.
 ///
 /// The scale of every block is searched for the least error. Norms and the head-wise gate stay
-/// floats. The file has the standard types and metadata, and appears complete or not at all.
+/// floats. With --calibrate the columns count by what they meet in a text; with --bits the
+/// matrices that do most harm get larger formats. The file has the standard types and metadata,
+/// and appears complete or not at all.
 #[derive(Debug, Args)]
 pub(crate) struct Quantize {
     /// Checkpoint folder or GGUF file
@@ -21,6 +32,19 @@ pub(crate) struct Quantize {
     /// Format of the embedding and the head [default: that of the matrices]
     #[arg(long, value_enum)]
     head: Option<Format>,
+    /// Format of the matrices with a name like GLOB, such as '*.mlp.down_proj.*=q6_k'; may be
+    /// repeated, and the last that fits counts
+    #[arg(long, value_name = "GLOB=FORMAT", value_parser = tensor_format)]
+    tensor: Vec<(Pattern, WeightFormat)>,
+    /// Bits for each weight that larger formats may fill [default: 5.4 for q4_k_m, else none]
+    #[arg(long, value_name = "BITS")]
+    bits: Option<f64>,
+    /// Text files that the model reads to learn which columns matter
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    calibrate: Vec<PathBuf>,
+    /// Most tokens of the calibration
+    #[arg(long, value_name = "N", default_value_t = 8192)]
+    calibrate_tokens: usize,
     /// GGUF file to write
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
@@ -44,6 +68,9 @@ enum Format {
     /// 4 bits with 6-bit scales, blocks of 256
     #[value(name = "q4_k")]
     Q4K,
+    /// q4_k, with --bits 5.4 unless it is given
+    #[value(name = "q4_k_m")]
+    Q4KM,
     /// 6 bits, blocks of 256
     #[value(name = "q6_k")]
     Q6K,
@@ -57,7 +84,7 @@ impl Format {
         match self {
             Self::Q8 => WeightFormat::Q8_0,
             Self::Q4 => WeightFormat::Q4_0,
-            Self::Q4K => WeightFormat::Q4K,
+            Self::Q4K | Self::Q4KM => WeightFormat::Q4K,
             Self::Q6K => WeightFormat::Q6K,
             Self::F16 => WeightFormat::Float(DType::F16),
             Self::Bf16 => WeightFormat::Float(DType::BF16),
@@ -66,11 +93,29 @@ impl Format {
     }
 }
 
+/// Bits for each weight of the mixed format.
+const MIXED_BITS: f64 = 5.4;
+
+/// Tokens of a sequence that the calibration is cut into.
+const SEQUENCE: usize = 512;
+
+fn tensor_format(text: &str) -> Result<(Pattern, WeightFormat), String> {
+    let accepted = "a name with * and ?, =, and a format are accepted, such as *.down_proj.*=q6_k";
+    let (glob, format) = text.rsplit_once('=').ok_or(accepted)?;
+    let pattern = Pattern::new(glob).map_err(|error| format!("{error}; {accepted}"))?;
+    let format = Format::from_str(format, true).map_err(|error| format!("{error}; {accepted}"))?;
+    Ok((pattern, format.weight_format()))
+}
+
 #[derive(Debug, Serialize)]
 struct Report {
     path: String,
     bytes: u64,
     bits_per_weight: f64,
+    /// 0 without calibration.
+    calibration_tokens: usize,
+    /// Matrices with a larger format than --format and --head say, because of --bits.
+    raised: Vec<String>,
     tensors: Vec<Tensor>,
 }
 
@@ -82,6 +127,21 @@ struct Tensor {
     bytes: u64,
     /// √(Σ(x − x̂)² / Σx²).
     relative_rms: f64,
+    /// The same with each column weighted by its importance; none without calibration.
+    weighted_rms: Option<f64>,
+}
+
+impl From<QuantizedTensor> for Tensor {
+    fn from(tensor: QuantizedTensor) -> Self {
+        Self {
+            name: tensor.name,
+            format: tensor.format.to_string(),
+            elements: tensor.elements,
+            bytes: tensor.bytes,
+            relative_rms: tensor.relative_rms,
+            weighted_rms: tensor.weighted_rms,
+        }
+    }
 }
 
 /// Tensors with the largest error that the text report lists.
@@ -89,62 +149,129 @@ const WORST: usize = 8;
 
 impl Quantize {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let checkpoint = Checkpoint::open(&self.checkpoint)?;
-        for warning in checkpoint.warnings() {
-            printer.warn(warning);
-        }
-        let options = GgufOptions {
+        let source = Source::open(&self.checkpoint, printer)?;
+        let Source::Checkpoint(checkpoint) = &source else {
+            bail!("{} is an artifact; quantize its checkpoint", self.checkpoint.display());
+        };
+        self.check_patterns(checkpoint)?;
+        let calibration = self.calibration(checkpoint, &source)?;
+        let importance = |name: &str| calibration.as_ref()?.importance(name);
+        let chosen = |name: &str| {
+            let mut fitting = self.tensor.iter().rev().filter(|(glob, _)| glob.matches(name));
+            fitting.next().map(|(_, format)| *format)
+        };
+        let mut options = GgufOptions {
             head: self.head.map(Format::weight_format),
+            formats: Some(&chosen),
+            importance: Some(&importance),
             replace: self.force,
             ..GgufOptions::new(self.format.weight_format())
         };
-        let bar = ByteProgress::new("quantizing");
+        let bits = self.bits.or((self.format == Format::Q4KM).then_some(MIXED_BITS));
+        let raised = match bits {
+            Some(bits) => {
+                let effects = calibration.as_ref().map(|known| known.effects(checkpoint));
+                let effect = |name: &str| effects.as_ref()?.get(name).copied();
+                allocate(checkpoint, &options, bits, &effect)?
+            }
+            None => Vec::new(),
+        };
+        let larger: HashMap<&str, WeightFormat> =
+            raised.iter().map(|raised| (&*raised.name, raised.to)).collect();
+        let formats = |name: &str| larger.get(name).copied().or_else(|| chosen(name));
+        options.formats = Some(&formats);
+        let bar = Progress::new("quantizing");
         let progress = |done, total| bar.set(done, total);
-        let written = write_gguf(&checkpoint, options, &self.out, &progress)?;
+        let written = write_gguf(checkpoint, options, &self.out, &progress)?;
         drop(bar);
-        let tensors: Vec<Tensor> = written
-            .tensors
-            .into_iter()
-            .map(|tensor| Tensor {
-                name: tensor.name,
-                format: tensor.format.to_string(),
-                elements: tensor.elements,
-                bytes: tensor.bytes,
-                relative_rms: tensor.relative_rms,
-            })
-            .collect();
+        let tensors: Vec<Tensor> = written.tensors.into_iter().map(Tensor::from).collect();
         let (bytes, elements) = tensors
             .iter()
             .fold((0u64, 0u64), |(b, e), tensor| (b + tensor.bytes, e + tensor.elements));
-        let mut report = Report {
+        let shown = |raised: &Raised| format!("{}: {} to {}", raised.name, raised.from, raised.to);
+        let report = Report {
             path: self.out.display().to_string(),
             bytes: written.bytes,
             bits_per_weight: 8.0 * bytes as f64 / elements.max(1) as f64,
+            calibration_tokens: calibration.as_ref().map_or(0, Calibration::tokens),
+            raised: raised.iter().map(shown).collect(),
             tensors,
         };
-        if self.json {
-            printer.json(&report)?;
-            return Ok(ExitCode::SUCCESS);
-        }
-        printer.line(format!(
-            "wrote {}: {}, {:.2} bits a weight",
-            report.path,
-            mebibytes(report.bytes),
-            report.bits_per_weight
-        ))?;
-        report.tensors.sort_by(|a, b| b.relative_rms.total_cmp(&a.relative_rms));
-        let mut rows =
-            vec![["largest errors", "format", "relative rms"].map(str::to_owned).to_vec()];
-        for tensor in report.tensors.iter().take(WORST) {
-            rows.push(vec![
-                tensor.name.clone(),
-                tensor.format.clone(),
-                format!("{:.4}", tensor.relative_rms),
-            ]);
-        }
-        for line in table(&rows) {
-            printer.line(line)?;
+        match self.json {
+            true => printer.json(&report)?,
+            false => print(report, printer)?,
         }
         Ok(ExitCode::SUCCESS)
     }
+
+    /// Each --tensor is there for something.
+    fn check_patterns(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
+        let mut names = vec![checkpoint.embedding().name(), checkpoint.head_weight().name()];
+        for layer in checkpoint.layers() {
+            let matrices = layer.all().into_iter().filter(|weight| weight.shape().len() > 1);
+            names.extend(matrices.map(|weight| weight.name()));
+        }
+        for (glob, _) in &self.tensor {
+            if !names.iter().any(|name| glob.matches(name)) {
+                let some: Vec<&str> = names.iter().rev().take(6).copied().collect();
+                bail!("--tensor {glob}: no matrix has such a name; some are {}", some.join(", "));
+            }
+        }
+        Ok(())
+    }
+
+    /// What the matrices meet in the texts of --calibrate.
+    fn calibration(
+        &self,
+        checkpoint: &Arc<Checkpoint>,
+        source: &Source,
+    ) -> anyhow::Result<Option<Calibration>> {
+        if self.calibrate.is_empty() {
+            return Ok(None);
+        }
+        let tokenizer = source.tokenizer()?.context("--calibrate needs the model's tokenizer")?;
+        let mut ids = Vec::new();
+        for file in &self.calibrate {
+            ids.extend(tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?);
+        }
+        ids.truncate(self.calibrate_tokens);
+        let bar = Progress::of_tokens("calibrating");
+        let total = ids.len() as u64;
+        let mut progress = |done: usize| bar.set(done as u64, total);
+        Ok(Some(Calibration::run(checkpoint, &ids, SEQUENCE, &mut progress)?))
+    }
+}
+
+fn print(mut report: Report, printer: &mut Printer) -> anyhow::Result<()> {
+    printer.line(format!(
+        "wrote {}: {}, {:.2} bits a weight",
+        report.path,
+        mebibytes(report.bytes),
+        report.bits_per_weight
+    ))?;
+    if report.calibration_tokens > 0 {
+        printer.line(format!("calibrated with {} tokens", report.calibration_tokens))?;
+    }
+    for raised in &report.raised {
+        printer.line(format!("raised {raised}"))?;
+    }
+    let weighted = |tensor: &Tensor| tensor.weighted_rms.unwrap_or(tensor.relative_rms);
+    report.tensors.sort_by(|a, b| weighted(b).total_cmp(&weighted(a)));
+    let columns = ["largest errors", "format", "relative rms", "weighted rms"];
+    let columns = &columns[..if report.calibration_tokens > 0 { 4 } else { 3 }];
+    let mut rows = vec![columns.iter().map(|&name| name.to_owned()).collect::<Vec<_>>()];
+    for tensor in report.tensors.iter().take(WORST) {
+        let mut row = vec![
+            tensor.name.clone(),
+            tensor.format.clone(),
+            format!("{:.4}", tensor.relative_rms),
+            tensor.weighted_rms.map_or("-".into(), |rms| format!("{rms:.4}")),
+        ];
+        row.truncate(columns.len());
+        rows.push(row);
+    }
+    for line in table(&rows) {
+        printer.line(line)?;
+    }
+    Ok(())
 }

@@ -1,4 +1,4 @@
-use crate::{printer::Printer, progress::ByteProgress};
+use crate::{printer::Printer, progress::Progress};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use firesteel_checkpoint::{RandomWeights, SyntheticOptions, preset, presets, write_synthetic};
@@ -65,7 +65,7 @@ impl Synth {
         }
         let weights =
             RandomWeights { dtype: self.dtype.dtype(), seed: self.seed, outliers: self.outliers };
-        let bar = ByteProgress::new("writing");
+        let bar = Progress::new("writing");
         let progress = |done, total| bar.set(done, total);
         write_synthetic(SyntheticOptions { config, weights }, &self.out, &progress)?;
         drop(bar);

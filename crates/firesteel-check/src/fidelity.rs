@@ -1,0 +1,265 @@
+//! How near the text of a model under test is to the reference's: next-token distributions over
+//! a text, and greedy continuations of prompts.
+
+use crate::logits::log_probability;
+use crate::{CheckError, Snr, SnrMeter, compare_logits, greedy_choice};
+use firesteel_step::{Decoder, RunnerError, StepError, Wanted};
+use serde::{Deserialize, Serialize};
+
+/// Agreement over a text.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TextReport {
+    /// Tokens whose logits were compared.
+    pub tokens: usize,
+    /// Sequences that the text was cut into, each from an empty cache.
+    pub sequences: usize,
+    /// All logits.
+    pub logits: Snr,
+    /// Mean KL divergence of the test from the reference, in nats.
+    pub kl_mean: f64,
+    /// KL divergence that 99 % of the tokens do not exceed.
+    pub kl_p99: f64,
+    /// Largest KL divergence.
+    pub kl_max: f64,
+    /// Perplexity of the reference: e^(mean −ln p) of the tokens that follow in the text.
+    pub reference_perplexity: f64,
+    /// Perplexity of the test.
+    pub test_perplexity: f64,
+    /// Perplexity of the test by that of the reference, less 1.
+    pub perplexity_change: f64,
+    /// Share of tokens with the same most probable successor, ties counted like all others.
+    pub top1: f64,
+    /// Mean share of the five most probable successors in common.
+    pub top5: f64,
+    /// Tokens whose most probable successors differ.
+    pub disagreements: usize,
+    /// Of those, the ones where the reference's two best logits are closer than the tie margin.
+    pub near_ties: usize,
+}
+
+/// Agreement of greedy continuations.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PromptsReport {
+    /// Prompts that were continued.
+    pub prompts: usize,
+    /// Prompts whose whole continuations are equal.
+    pub exact: usize,
+    /// Prompts that first differ where the reference's two best logits are closer than the tie
+    /// margin: neither exact nor in `kept_prefix`.
+    pub ties: usize,
+    /// Mean share of a continuation before it first differs, ties left out; `None` when all are
+    /// ties.
+    pub kept_prefix: Option<f64>,
+    /// Tokens of the reference's continuations.
+    pub tokens: usize,
+}
+
+/// How prompts are continued.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PromptOptions<'a> {
+    /// Most tokens of a continuation.
+    pub tokens: usize,
+    /// Gap between the reference's two best logits below which a choice is a tie.
+    pub tie_margin: f64,
+    /// Ids that end a continuation.
+    pub ends: &'a [u32],
+}
+
+/// Runs `ids`, cut into sequences of `sequence` tokens at most, on both and compares every
+/// token's logits.
+///
+/// # Errors
+/// When there are fewer than two tokens, a sequence does not fit a context, the vocabularies
+/// differ, or one side fails or returns what is not finite.
+pub fn compare_text(
+    reference: &mut dyn Decoder,
+    test: &mut dyn Decoder,
+    ids: &[u32],
+    sequence: usize,
+    tie_margin: f64,
+) -> Result<TextReport, CheckError> {
+    same_vocabulary(reference, test)?;
+    if ids.len() < 2 || sequence < 2 {
+        let problem = "a sequence takes two at least".into();
+        return Err(CheckError::Tokens { count: ids.len().min(sequence), problem });
+    }
+    let width = reference.vocab_size();
+    let (mut left, mut right) = (Rows::default(), Rows::default());
+    let mut meter = SnrMeter::default();
+    let mut divergences = Vec::with_capacity(ids.len());
+    let mut likelihoods = [0f64; 2];
+    let (mut predicted, mut top5, mut disagreements, mut near_ties) = (0usize, 0.0, 0, 0);
+    for sequence in ids.chunks(sequence) {
+        reference.clear();
+        test.clear();
+        let mut at = 0;
+        while at < sequence.len() {
+            let rest = sequence.len() - at;
+            let tokens = reference.chunk(rest).min(test.chunk(rest)).clamp(1, rest);
+            let part = &sequence[at..at + tokens];
+            left.run(reference, part)?;
+            right.run(test, part)?;
+            meter.add(&left.logits, &right.logits);
+            let rows = left.logits.chunks_exact(width).zip(right.logits.chunks_exact(width));
+            for (index, (left, right)) in rows.enumerate() {
+                let difference = compare_logits(left, right);
+                divergences.push(difference.kl);
+                top5 += difference.top5;
+                if difference.reference_top != difference.test_top {
+                    disagreements += 1;
+                    near_ties += usize::from(difference.reference_gap < tie_margin);
+                }
+                let next = sequence.get(at + index + 1).map(|id| *id as usize);
+                if let Some(next) = next.filter(|next| *next < width) {
+                    predicted += 1;
+                    likelihoods[0] += log_probability(left, next);
+                    likelihoods[1] += log_probability(right, next);
+                }
+            }
+            at += tokens;
+        }
+    }
+    let tokens = divergences.len();
+    let kl_mean = divergences.iter().sum::<f64>() / tokens.max(1) as f64;
+    divergences.sort_by(f64::total_cmp);
+    let rank = (tokens * 99).div_ceil(100).saturating_sub(1);
+    let perplexity = likelihoods.map(|sum| (-sum / predicted.max(1) as f64).exp());
+    Ok(TextReport {
+        tokens,
+        sequences: ids.len().div_ceil(sequence),
+        logits: meter.snr(),
+        kl_mean,
+        kl_p99: divergences.get(rank).copied().unwrap_or_default(),
+        kl_max: divergences.last().copied().unwrap_or_default(),
+        reference_perplexity: perplexity[0],
+        test_perplexity: perplexity[1],
+        perplexity_change: perplexity[1] / perplexity[0] - 1.0,
+        top1: 1.0 - disagreements as f64 / tokens.max(1) as f64,
+        top5: top5 / tokens.max(1) as f64,
+        disagreements,
+        near_ties,
+    })
+}
+
+/// Continues each prompt greedily on `reference` and finds where `test`, left to itself, would
+/// first choose another token. Up to there both have the same tokens, so `test` is not run
+/// beyond it.
+///
+/// # Errors
+/// When a prompt is empty or does not fit a context with its continuation, the vocabularies
+/// differ, or one side fails or returns what is not finite.
+pub fn compare_prompts(
+    reference: &mut dyn Decoder,
+    test: &mut dyn Decoder,
+    prompts: &[Vec<u32>],
+    options: &PromptOptions<'_>,
+) -> Result<PromptsReport, CheckError> {
+    same_vocabulary(reference, test)?;
+    let width = reference.vocab_size();
+    let (mut left, mut right) = (Rows::default(), Rows::default());
+    let mut report =
+        PromptsReport { prompts: prompts.len(), exact: 0, ties: 0, kept_prefix: None, tokens: 0 };
+    let mut kept = 0.0;
+    for prompt in prompts {
+        let problem = match prompt.len() {
+            0 => Some("a prompt takes one at least".to_owned()),
+            length => {
+                let context = reference.context().min(test.context());
+                (length + options.tokens > context).then(|| {
+                    format!("with {} more they exceed the context of {context}", options.tokens)
+                })
+            }
+        };
+        if let Some(problem) = problem {
+            return Err(CheckError::Tokens { count: prompt.len(), problem });
+        }
+        reference.clear();
+        test.clear();
+        left.run(reference, prompt)?;
+        right.run(test, prompt)?;
+        let mut same = 0;
+        let mut differs = None;
+        let mut count = 0;
+        while count < options.tokens {
+            let row = |rows: &Rows| rows.logits.rchunks_exact(width).next().map(<[f32]>::to_vec);
+            let Some(choice) = row(&left).as_deref().and_then(greedy_choice) else { break };
+            count += 1;
+            if differs.is_none() {
+                if let (Some(left), Some(right)) = (row(&left), row(&right)) {
+                    let difference = compare_logits(&left, &right);
+                    match difference.test_top == choice {
+                        true => same += 1,
+                        false => differs = Some(difference.reference_gap),
+                    }
+                }
+            }
+            if options.ends.contains(&choice) || count == options.tokens {
+                break;
+            }
+            left.run(reference, &[choice])?;
+            if differs.is_none() {
+                right.run(test, &[choice])?;
+            }
+        }
+        report.tokens += count;
+        match differs {
+            Some(gap) if gap < options.tie_margin => report.ties += 1,
+            differs => {
+                report.exact += usize::from(differs.is_none());
+                kept += f64::from(same) / count.max(1) as f64;
+            }
+        }
+    }
+    let counted = report.prompts - report.ties;
+    report.kept_prefix = (counted > 0).then(|| kept / counted as f64);
+    Ok(report)
+}
+
+fn same_vocabulary(reference: &dyn Decoder, test: &dyn Decoder) -> Result<(), CheckError> {
+    let (left, right) = (reference.vocab_size(), test.vocab_size());
+    if left == right && left > 0 {
+        return Ok(());
+    }
+    Err(CheckError::Contract {
+        what: "vocabulary",
+        reference: reference.name().into(),
+        test: test.name().into(),
+        reference_value: left.to_string(),
+        test_value: right.to_string(),
+    })
+}
+
+/// Logits of the tokens run last, and room to make them.
+#[derive(Default)]
+struct Rows {
+    logits: Vec<f32>,
+    part: Vec<f32>,
+}
+
+impl Rows {
+    /// Runs and keeps `ids`; the logits become those of every one of them.
+    fn run(&mut self, decoder: &mut dyn Decoder, mut ids: &[u32]) -> Result<(), CheckError> {
+        self.logits.clear();
+        while !ids.is_empty() {
+            let position = decoder.position();
+            let chunk = decoder.chunk(ids.len()).clamp(1, ids.len());
+            let chunk = if decoder.gives_all_logits(chunk) { chunk } else { 1 };
+            let wanted = if chunk == 1 { Wanted::Last } else { Wanted::All };
+            let (now, later) = ids.split_at(chunk);
+            let mut step = || -> Result<(), RunnerError> {
+                decoder.forward(now, wanted, &mut self.part)?;
+                if let Some(index) = self.part.iter().position(|logit| !logit.is_finite()) {
+                    let name = "logits".to_owned();
+                    return Err(StepError::NonFinite { name, index }.into());
+                }
+                decoder.commit(chunk)
+            };
+            let result = step();
+            let runner = || decoder.name().to_owned();
+            result.map_err(|source| CheckError::Runner { runner: runner(), position, source })?;
+            self.logits.extend_from_slice(&self.part);
+            ids = later;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,279 @@
+//! `check` over texts and prompts: how much of what a model says survives.
+
+use super::{CheckArgs, decibels, print_settings};
+use crate::printer::{Printer, table};
+use crate::source::{Generators, RunnerKind, Source, read_text};
+use anyhow::{Context as _, bail};
+use clap::Args;
+use firesteel_artifact::Artifact;
+use firesteel_check::{
+    PromptOptions, PromptsReport, RunnerDecoder, TextReport, compare_prompts, compare_text,
+};
+use firesteel_generate::{AddedTokens, Conversation, MessageRole, Tokenizer};
+use firesteel_step::{Decoder, Logits, StepOptions, StepSpec};
+use firesteel_tensor::DType;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct FidelityArgs {
+    /// Text file: compare KL, perplexity and most probable tokens over it, instead of tensors
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "ids"])]
+    text: Option<PathBuf>,
+    /// File of prompts, one a line, or of conversations where it ends in .jsonl: compare greedy
+    /// continuations of --greedy tokens
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "ids"])]
+    prompts: Option<PathBuf>,
+    /// Most tokens of --text [default: all]
+    #[arg(long, value_name = "N", requires = "text")]
+    tokens: Option<usize>,
+    /// Tokens of a sequence that --text is cut into
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    sequence: usize,
+    /// Logit gap below which another choice of --text or --prompts is a near tie
+    #[arg(long, value_name = "GAP", default_value_t = 0.05)]
+    near_tie: f64,
+    /// Largest mean KL divergence over --text, in nats
+    #[arg(long, value_name = "NATS", requires = "text")]
+    max_kl: Option<f64>,
+    /// Largest change of the perplexity of --text, as a share: 0.005 is half a percent
+    #[arg(long, value_name = "SHARE", requires = "text")]
+    max_perplexity_change: Option<f64>,
+}
+
+/// What came out.
+#[derive(Debug, Serialize)]
+pub(crate) struct FidelityReport {
+    reference: String,
+    reference_settings: Vec<(String, String)>,
+    test: String,
+    test_settings: Vec<(String, String)>,
+    text: Option<TextReport>,
+    prompts: Option<PromptsReport>,
+    /// The limits that were exceeded, as sentences.
+    exceeded: Vec<String>,
+    pub(crate) passed: bool,
+}
+
+/// Tokens of a step over known tokens.
+const CHUNK: usize = 64;
+
+impl FidelityArgs {
+    /// Whether there is anything to do.
+    pub(crate) fn wanted(&self) -> bool {
+        self.text.is_some() || self.prompts.is_some()
+    }
+
+    pub(crate) fn run(
+        &self,
+        test: &Source,
+        reference: &Source,
+        args: &CheckArgs,
+    ) -> anyhow::Result<FidelityReport> {
+        let limits = [
+            ("--max-kl", self.max_kl),
+            ("--max-perplexity-change", self.max_perplexity_change),
+            ("--near-tie", Some(self.near_tie)),
+        ];
+        for (option, value) in limits {
+            if value.is_some_and(|value| !value.is_finite() || value < 0.0) {
+                bail!("{option}: a finite number from 0 is accepted");
+            }
+        }
+        let tokenizer = match reference.tokenizer()? {
+            Some(tokenizer) => tokenizer,
+            None => test.tokenizer()?.context("neither side has a tokenizer for the text")?,
+        };
+        let mut ids = match &self.text {
+            Some(file) => tokenizer.encode(&read_text(file)?, AddedTokens::AsText)?,
+            None => Vec::new(),
+        };
+        ids.truncate(self.tokens.unwrap_or(usize::MAX));
+        let prompts = match &self.prompts {
+            Some(file) => prompts(file, [reference, test], &tokenizer)?,
+            None => Vec::new(),
+        };
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let continued = if prompts.is_empty() { 0 } else { longest.saturating_add(args.greedy) };
+        let context = self.sequence.min(ids.len()).max(continued).max(CHUNK);
+        let kinds = [
+            args.against_runner.unwrap_or(reference.default_runner(false)),
+            args.runner.unwrap_or(test.default_runner(false)),
+        ];
+        let artifact = [reference, test].into_iter().find_map(|source| match source {
+            Source::Artifact(artifact) => Some(&**artifact),
+            Source::Checkpoint(_) => None,
+        });
+        let mut left = decoder(reference, kinds[0], artifact, context, args)?;
+        let mut right = decoder(test, kinds[1], artifact, context, args)?;
+        let mut report = FidelityReport {
+            reference: left.name().into(),
+            reference_settings: left.settings(),
+            test: right.name().into(),
+            test_settings: right.settings(),
+            text: None,
+            prompts: None,
+            exceeded: Vec::new(),
+            passed: true,
+        };
+        if self.text.is_some() {
+            let sequence = self.sequence.min(left.context());
+            let text = compare_text(&mut left, &mut right, &ids, sequence, self.near_tie)?;
+            report.exceeded = self.exceeded(&text, args.min_snr);
+            report.passed = report.exceeded.is_empty();
+            report.text = Some(text);
+        }
+        if self.prompts.is_some() {
+            let ends = reference.config()?.eos_token_ids;
+            let options = PromptOptions {
+                tokens: args.greedy,
+                tie_margin: self.near_tie,
+                ends: &ends,
+            };
+            report.prompts = Some(compare_prompts(&mut left, &mut right, &prompts, &options)?);
+        }
+        Ok(report)
+    }
+
+    fn exceeded(&self, text: &TextReport, min_snr: Option<f64>) -> Vec<String> {
+        let mut exceeded = Vec::new();
+        let mut limit = |what: &str, value: f64, limit: Option<f64>| {
+            // A value that is no number is beyond every limit.
+            if let Some(limit) = limit
+                && !(value <= limit)
+            {
+                exceeded.push(format!("{what} is {value:.3e}, and the limit is {limit:e}"));
+            }
+        };
+        limit("the mean KL divergence", text.kl_mean, self.max_kl);
+        let change = text.perplexity_change.abs();
+        limit("the change of the perplexity", change, self.max_perplexity_change);
+        if let Some(bar) = min_snr.filter(|bar| !text.logits.reaches(*bar)) {
+            exceeded.push(format!("the logits are at {}, below {bar} dB", decibels(&text.logits)));
+        }
+        exceeded
+    }
+}
+
+/// One side: a checkpoint in chunks, an artifact in its own step.
+fn decoder(
+    source: &Source,
+    kind: RunnerKind,
+    artifact: Option<&Artifact>,
+    context: usize,
+    args: &CheckArgs,
+) -> anyhow::Result<RunnerDecoder> {
+    let spec = match artifact {
+        Some(artifact) => artifact.manifest().contract()?,
+        None => {
+            let config = source.config()?;
+            StepSpec::new(
+                &config,
+                &StepOptions {
+                    tokens: 1,
+                    context: context.min(config.max_position_embeddings),
+                    layers: 0..config.num_layers(),
+                    cache_layout: Default::default(),
+                    logits: Logits::Last,
+                    dtype: DType::F32,
+                },
+            )?
+        }
+    };
+    let whole = spec.tokens == 1 && spec.first_layer == 0 && spec.logits != Logits::Hidden;
+    if !whole {
+        bail!("--text and --prompts need a whole model with its head, one token a step");
+    }
+    let spec = super::as_f32(&spec)?;
+    let chunk = spec.with_tokens(CHUNK.min(spec.context))?.with_logits(Logits::All)?;
+    let Generators { decode, prefill } = source.generators(kind, &spec, &chunk, &args.ort)?;
+    let Some(embedding) = source.embedding()? else {
+        bail!("an artifact needs its own embedding table here; export with --embedding");
+    };
+    let mut runners = vec![decode];
+    runners.extend(prefill.filter(|runner| runner.spec().tokens > 1));
+    Ok(RunnerDecoder::new(runners, embedding)?)
+}
+
+/// The ids of each prompt. An answer at the end of a conversation is left out: it is what the
+/// models are to say.
+fn prompts(
+    file: &Path,
+    sources: [&Source; 2],
+    tokenizer: &Tokenizer,
+) -> anyhow::Result<Vec<Vec<u32>>> {
+    let text = read_text(file)?;
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    let mut prompts = Vec::new();
+    if file.extension().is_some_and(|extension| extension == "jsonl") {
+        let template = match sources[0].chat_template() {
+            Ok(template) => template,
+            Err(_) => sources[1].chat_template()?,
+        };
+        for (number, line) in lines {
+            let at = || format!("line {} of {}", number + 1, file.display());
+            let mut chat: Conversation =
+                serde_json::from_str(line).with_context(|| format!("{} is no conversation", at()))?;
+            if chat.messages.last().is_some_and(|last| last.role == MessageRole::Assistant) {
+                chat.messages.pop();
+            }
+            chat.add_generation_prompt = true;
+            prompts.push(template.encode(&chat, tokenizer).with_context(at)?);
+        }
+    } else {
+        for (_, line) in lines {
+            prompts.push(tokenizer.encode(line, AddedTokens::Parse)?);
+        }
+    }
+    if prompts.is_empty() {
+        bail!("{} has no prompts; one a line is accepted", file.display());
+    }
+    Ok(prompts)
+}
+
+pub(crate) fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::Result<()> {
+    print_settings(&report.reference, &report.reference_settings, printer)?;
+    print_settings(&report.test, &report.test_settings, printer)?;
+    if let Some(text) = &report.text {
+        printer.line(format!(
+            "{} against {}: text of {} tokens in {} sequences",
+            report.test, report.reference, text.tokens, text.sequences
+        ))?;
+        let percent = |share: f64| format!("{:.2} %", 100.0 * share);
+        let rows = [
+            ("logits", decibels(&text.logits)),
+            ("KL mean", format!("{:.3e}", text.kl_mean)),
+            ("KL p99", format!("{:.3e}", text.kl_p99)),
+            ("KL max", format!("{:.3e}", text.kl_max)),
+            ("perplexity of the reference", format!("{:.4}", text.reference_perplexity)),
+            ("perplexity", format!("{:.4}", text.test_perplexity)),
+            ("change of the perplexity", format!("{:+.3} %", 100.0 * text.perplexity_change)),
+            ("top-1", percent(text.top1)),
+            ("top-5", percent(text.top5)),
+            ("top-1 disagreements", text.disagreements.to_string()),
+            ("of them near ties", text.near_ties.to_string()),
+        ];
+        let rows = rows.map(|(name, value)| vec![name.to_owned(), value]);
+        for line in table(&rows) {
+            printer.line(line)?;
+        }
+    }
+    if let Some(prompts) = &report.prompts {
+        printer.line(format!(
+            "{} of {} prompts continued exactly, {} near ties left out, mean kept prefix {}, {} \
+             tokens",
+            prompts.exact,
+            prompts.prompts - prompts.ties,
+            prompts.ties,
+            prompts.kept_prefix.map_or("-".into(), |kept| format!("{:.1} %", 100.0 * kept)),
+            prompts.tokens,
+        ))?;
+    }
+    for limit in &report.exceeded {
+        printer.line(format!("FAILED: {limit}"))?;
+    }
+    if report.passed {
+        printer.line("passed")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,175 @@
+//! What a model's matrices meet while it reads a text.
+
+use crate::engine::Observer;
+use crate::{CheckpointEmbedding, Engine, EngineError, EngineOptions};
+use firesteel_checkpoint::{Checkpoint, Head, LayerWeights, Weight};
+use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, StepOptions, StepSpec};
+use firesteel_tensor::DType;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Tokens of a step: enough that widening the weights costs little.
+const CHUNK: usize = 64;
+
+/// Statistics of the matrices' inputs and outputs over a text, for quantizing.
+#[derive(Debug, Clone)]
+pub struct Calibration {
+    tokens: usize,
+    matrices: HashMap<String, Moments>,
+    residuals: HashMap<String, Geometric>,
+}
+
+/// Of one matrix.
+#[derive(Debug, Clone, Default)]
+struct Moments {
+    /// Σ a² of each column's input a.
+    squares: Vec<f64>,
+    /// Squared length of the output.
+    output: Geometric,
+}
+
+/// A geometric mean: a few tokens with very large activations do not decide it.
+#[derive(Debug, Clone, Copy, Default)]
+struct Geometric {
+    sum: f64,
+    count: usize,
+}
+
+impl Geometric {
+    fn add_rows(&mut self, values: &[f64], width: usize) {
+        for row in values.chunks_exact(width.max(1)) {
+            let square = row.iter().map(|v| v * v).sum::<f64>();
+            if square > 0.0 && square.is_finite() {
+                self.sum += square.ln();
+                self.count += 1;
+            }
+        }
+    }
+
+    /// 1 when nothing was seen.
+    fn mean(&self) -> f64 {
+        (self.sum / self.count.max(1) as f64).exp()
+    }
+}
+
+impl Observer for Calibration {
+    fn product(&mut self, weight: &Weight, input: &[f64], output: &[f64]) {
+        let &[rows, columns] = weight.shape() else { return };
+        let moments = self.matrices.entry(weight.name().to_owned()).or_default();
+        moments.squares.resize(columns, 0.0);
+        for row in input.chunks_exact(columns) {
+            for (sum, value) in moments.squares.iter_mut().zip(row) {
+                *sum += value * value;
+            }
+        }
+        moments.output.add_rows(output, rows);
+    }
+
+    fn residual(&mut self, added_by: &Weight, hidden: &[f64], width: usize) {
+        let residual = self.residuals.entry(added_by.name().to_owned()).or_default();
+        residual.add_rows(hidden, width);
+    }
+}
+
+impl Calibration {
+    /// Runs `ids` on the reference engine, cut into sequences of `sequence` tokens, each from an
+    /// empty cache. `progress` is told the tokens done. The result is the same on any number of
+    /// threads.
+    ///
+    /// # Errors
+    /// When there are no tokens, an id has no embedding, or a weight cannot be read.
+    pub fn run(
+        checkpoint: &Arc<Checkpoint>,
+        ids: &[u32],
+        sequence: usize,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Self, EngineError> {
+        let config = checkpoint.config();
+        let longest = config.max_position_embeddings.max(1);
+        let sequence = sequence.clamp(1, longest);
+        let embedding = CheckpointEmbedding::new(Arc::clone(checkpoint));
+        let mut calibration =
+            Self { tokens: 0, matrices: HashMap::new(), residuals: HashMap::new() };
+        for sequence in ids.chunks(sequence) {
+            let options = StepOptions {
+                tokens: CHUNK.min(sequence.len()),
+                context: sequence.len(),
+                layers: 0..config.num_layers(),
+                cache_layout: CacheLayoutChoice::default(),
+                logits: Logits::All,
+                dtype: DType::F32,
+            };
+            let whole = StepSpec::new(config, &options)?;
+            let mut state = KvState::new(&whole)?;
+            for part in sequence.chunks(CHUNK) {
+                let spec = whole.with_tokens(part.len())?;
+                let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
+                let runner = engine.runner(spec.clone())?;
+                let mut x = vec![0.0; part.len() * spec.hidden_size];
+                embedding.lookup(part, &mut x).map_err(|error| EngineError::Calibration {
+                    reason: error.to_string(),
+                })?;
+                let step = state.prepare(&spec, &x)?;
+                let inputs = state.inputs(&spec, &step)?;
+                let outputs = runner.observed_step(&inputs, &mut calibration)?;
+                state.commit(&spec, step, &outputs)?;
+                calibration.tokens += part.len();
+                progress(calibration.tokens);
+            }
+        }
+        if calibration.tokens == 0 {
+            let reason = "the text has no tokens".into();
+            return Err(EngineError::Calibration { reason });
+        }
+        Ok(calibration)
+    }
+
+    /// Tokens that were run.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Mean square of what each column of the matrix of that name is multiplied with; `None` for
+    /// a name that was not seen.
+    pub fn importance(&self, name: &str) -> Option<Vec<f32>> {
+        let squares = &self.matrices.get(name)?.squares;
+        Some(squares.iter().map(|sum| (sum / self.tokens.max(1) as f64) as f32).collect())
+    }
+
+    /// By matrix: what a unit of mean squared error in its output does, as a share of the squared
+    /// length of the residual stream.
+    ///
+    /// An error of the matrices that add to the stream is one of the stream. An error of the
+    /// matrices before them is taken to be the same share of what their block adds as it is of
+    /// their output. An error of the logits counts as the same share of the stream.
+    pub fn effects(&self, checkpoint: &Checkpoint) -> HashMap<String, f64> {
+        let output = |weight: &Weight| {
+            self.matrices.get(weight.name()).map_or(1.0, |moments| moments.output.mean())
+        };
+        let mut effects = HashMap::new();
+        let mut add = |weight: &Weight, effect: f64| {
+            effects.insert(weight.name().to_owned(), effect);
+        };
+        for layer in checkpoint.layers() {
+            let LayerWeights { qkv, attention_out, mlp_gate, mlp_up, mlp_down, .. } = layer;
+            for (before, last) in [(vec![qkv], attention_out), (vec![mlp_gate, mlp_up], mlp_down)] {
+                let stream = self.residuals.get(last.name()).map_or(1.0, Geometric::mean);
+                for weight in before {
+                    add(weight, output(last) / (stream * output(weight)));
+                }
+                add(last, 1.0 / stream);
+            }
+        }
+        let head = checkpoint.head_weight();
+        add(head, 1.0 / output(head));
+        if let Head::Stored(_) = checkpoint.head() {
+            // Rows of the table are the stream's beginning.
+            let table = checkpoint.embedding();
+            let stream = checkpoint.layers().first().map_or(1.0, |layer| {
+                self.residuals.get(layer.attention_out.name()).map_or(1.0, Geometric::mean)
+            });
+            add(table, table.shape().first().map_or(1.0, |rows| 1.0 / (stream * *rows as f64)));
+        }
+        effects
+    }
+}
