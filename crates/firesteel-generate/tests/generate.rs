@@ -7,8 +7,8 @@ use firesteel_generate::{
     MODEL_SAMPLE_MS, SamplingOptions, StepStats, StopReason, Tokenizer,
 };
 use firesteel_step::{
-    CacheLayoutChoice, Decoder, Embedding, Logits, Role, Runner, RunnerError, StepDecoder,
-    StepInputs, StepOptions, StepOutputs, StepSpec, Wanted,
+    CacheLayoutChoice, Embedding, Logits, Role, Runner, RunnerError, StepDecoder, StepInputs,
+    StepOptions, StepOutputs, StepSpec,
 };
 use firesteel_tensor::{DType, Tensor};
 use std::ops::ControlFlow;
