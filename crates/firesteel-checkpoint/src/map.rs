@@ -35,7 +35,7 @@ pub struct FileIdentity {
 }
 
 impl FileIdentity {
-    fn of(file: &std::fs::File) -> std::io::Result<Self> {
+    fn of(file: &std::fs::File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         let time = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
         Ok(Self {

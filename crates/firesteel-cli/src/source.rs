@@ -5,7 +5,9 @@ use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, HeadRunner};
 use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
-use firesteel_engine::{CheckpointEmbedding, CpuModel, Engine, EngineOptions};
+use firesteel_engine::{
+    CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
+};
 use firesteel_generate::{ChatTemplate, GenerationConfig, Tokenizer};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
@@ -36,12 +38,14 @@ pub(crate) struct OrtArgs {
     pub(crate) ort: Option<PathBuf>,
 }
 
-/// Tokens that a decoder takes at once, besides one.
-pub(crate) struct StepLengths {
-    /// Of the prompt.
+/// What a decoder is to be able to, besides one token a step.
+pub(crate) struct DecoderOptions {
+    /// Tokens of a prompt that a runner takes at once.
     pub(crate) prompt: usize,
-    /// Most of a proposal that prompt lookup makes; 0 without it.
-    pub(crate) proposal: usize,
+    /// Most tokens of which all logits are wanted at once; 0 or 1 for one.
+    pub(crate) all_logits: usize,
+    /// How the CPU's kernels store keys and values.
+    pub(crate) kv: KvFormat,
 }
 
 /// A checkpoint or an artifact.
@@ -110,43 +114,39 @@ impl Source {
         }
     }
 
-    /// A decoder on the steps of `spec`, one token each. That of a checkpoint also takes steps of
-    /// `lengths`, over one copy of what is prepared; an artifact has one step.
+    /// A decoder of sequences as long as the context of `spec`, which takes one token a step. On the
+    /// CPU's kernels it has caches of its own; other runners of a checkpoint get further steps, as
+    /// `options` says, and an artifact has one step.
     pub(crate) fn decoder(
         &self,
         kind: RunnerKind,
         spec: &StepSpec,
-        lengths: &StepLengths,
+        options: &DecoderOptions,
         ort: &OrtArgs,
     ) -> anyhow::Result<Box<dyn Decoder>> {
+        if let (Self::Checkpoint(checkpoint), RunnerKind::Cpu) = (self, kind) {
+            let model = CpuModel::new(Arc::clone(checkpoint), None)?;
+            let options = SequenceOptions { context: spec.context, kv: options.kv };
+            return Ok(Box::new(model.sequence(options)?));
+        }
         let Some(embedding) = self.embedding()? else {
             bail!("the artifact has no embedding table; export with --embedding");
         };
-        let config = self.config()?;
-        let Self::Checkpoint(checkpoint) = self else {
-            let runner = self.runner(kind, None, false, ort)?;
-            return Ok(Box::new(StepDecoder::new(&config, runner, embedding)?));
-        };
-        let model = match kind {
-            RunnerKind::Cpu => Some(CpuModel::new(Arc::clone(checkpoint), None)?),
-            _ => None,
-        };
-        let runner = |spec: StepSpec| -> anyhow::Result<Box<dyn Runner>> {
-            match &model {
-                Some(model) => Ok(Box::new(model.runner(spec)?)),
-                None => self.runner(kind, Some(&spec), false, ort),
-            }
-        };
-        let mut decoder = StepDecoder::new(&config, runner(spec.clone())?, embedding)?;
-        let prompt = lengths.prompt.min(spec.context);
+        let runner = |spec: &StepSpec| self.runner(kind, Some(spec), false, ort);
+        let mut decoder = StepDecoder::new(&self.config()?, runner(spec)?, embedding)?;
+        if matches!(self, Self::Artifact(_)) {
+            return Ok(Box::new(decoder));
+        }
+        let prompt = options.prompt.min(spec.context);
         if prompt > 1 {
-            decoder = decoder.with_runner(runner(spec.with_tokens(prompt)?)?)?;
+            decoder = decoder.with_runner(runner(&spec.with_tokens(prompt)?)?)?;
         }
         let all = spec.with_logits(Logits::All)?;
-        let mut proposal = lengths.proposal.min(spec.context - 1);
-        while proposal > 0 {
-            decoder = decoder.with_runner(runner(all.with_tokens(proposal + 1)?)?)?;
-            proposal /= 2;
+        let mut tokens = options.all_logits.min(spec.context);
+        while tokens > 1 {
+            decoder = decoder.with_runner(runner(&all.with_tokens(tokens)?)?)?;
+            // Shorter proposals run in shorter steps.
+            tokens = tokens.div_ceil(2).min(tokens - 1);
         }
         Ok(Box::new(decoder))
     }

@@ -1,8 +1,9 @@
 use crate::printer::Printer;
-use crate::source::{OrtArgs, RunnerKind, Source, StepLengths, TEXT_LIMIT, read_text};
+use crate::source::{DecoderOptions, OrtArgs, RunnerKind, Source, TEXT_LIMIT, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_checkpoint::ModelConfig;
+use firesteel_engine::KvFormat;
 use firesteel_generate::{
     AddedTokens, ChatTemplate, Conversation, Event, GenerateOptions, Generation, Generator,
     Message, MessageRole, PromptLookup, SamplingOptions, StepStats, StopReason, Tokenizer,
@@ -82,6 +83,9 @@ pub(crate) struct Generate {
     runner: Option<RunnerKind>,
     #[command(flatten)]
     ort: OrtArgs,
+    /// The cpu runner stores keys and values in this format: f32, f16 or q8
+    #[arg(long, value_name = "FORMAT", default_value_t)]
+    kv: KvFormat,
     /// Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens; 4096
     /// with --interactive]
     #[arg(long, value_name = "N", value_parser = whole::<usize>, allow_negative_numbers = true)]
@@ -190,10 +194,13 @@ impl Generate {
             prompt_lookup,
         };
         let spec = self.spec(&source, &config, prompt.as_ref().map_or(0, Vec::len))?;
-        let lengths =
-            StepLengths { prompt: PREFILL, proposal: self.prompt_lookup.unwrap_or_default() };
+        let wanted = DecoderOptions {
+            prompt: PREFILL,
+            all_logits: self.prompt_lookup.map_or(0, |proposal| proposal.saturating_add(1)),
+            kv: self.kv,
+        };
         let kind = self.runner.unwrap_or(source.default_runner(true));
-        let decoder = source.decoder(kind, &spec, &lengths, &self.ort)?;
+        let decoder = source.decoder(kind, &spec, &wanted, &self.ort)?;
         if self.prompt_lookup.is_some() && !decoder.gives_all_logits(2) {
             printer.warn("--prompt-lookup does nothing: the artifact takes one token a step");
         }
