@@ -130,6 +130,45 @@ mod tests {
         }
     }
 
+    #[test]
+    fn right_proposals_get_longer_and_wrong_ones_rarer() {
+        let mut speculation =
+            Speculation::new(PromptLookup { max_tokens: 10, ..PromptLookup::default() }).unwrap();
+        let history = [7; 50];
+        // (tokens that were right, lengths of the proposals of the next steps)
+        let cases: [(usize, &[usize]); 9] = [
+            (4, &[8]),
+            (8, &[10]),
+            (10, &[10]),
+            (3, &[3]),
+            (1, &[1]),
+            (0, &[0, 1]),
+            (0, &[0, 0, 0, 1]),
+            (1, &[2]),
+            (0, &[0, 1]),
+        ];
+        let mut proposed = speculation.propose(&history, 50).len();
+        assert_eq!(proposed, 4);
+        for (accepted, lengths) in cases {
+            speculation.record(proposed, accepted);
+            for &length in lengths {
+                proposed = speculation.propose(&history, 50).len();
+                assert_eq!(proposed, length, "{accepted}");
+            }
+        }
+        // At most 31 steps without one.
+        for _ in 0..9 {
+            speculation.record(1, 0);
+        }
+        let pause = (0..).find(|_| !speculation.propose(&history, 50).is_empty());
+        assert_eq!(pause, Some(31));
+        // Room that is short does not shorten what comes later.
+        speculation.record(1, 1);
+        assert_eq!(speculation.propose(&history, 0).len(), 0);
+        assert_eq!(speculation.propose(&history, 1).len(), 1);
+        assert_eq!(speculation.propose(&history, 50).len(), 2);
+    }
+
     proptest! {
         #[test]
         fn a_proposal_follows_what_the_sequence_ends_in(

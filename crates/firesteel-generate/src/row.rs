@@ -12,8 +12,6 @@ pub(crate) struct Row {
     pub(crate) logits: Vec<f32>,
     /// The largest logit of each block.
     maxima: Vec<f32>,
-    /// Set by [`Row::weigh`].
-    pub(crate) weights: Vec<f32>,
     /// Reused by [`Row::bound_of_count`].
     scratch: Vec<f32>,
 }
@@ -23,7 +21,6 @@ impl Row {
     pub(crate) fn load(&mut self, logits: &[f32]) {
         self.logits.clear();
         self.logits.extend_from_slice(logits);
-        self.weights.resize(logits.len(), 0.0);
     }
 
     /// Finds the largest logit. The error is the first id whose logit is NaN or +∞.
@@ -53,18 +50,13 @@ impl Row {
         Ok(self.maxima.iter().copied().fold(f32::NEG_INFINITY, f32::max))
     }
 
-    /// Weighs the logits, as [`weigh`] does.
-    pub(crate) fn weigh(&mut self, largest: f32, temperature: f32) -> f64 {
-        weigh(&self.logits, largest, temperature, &mut self.weights)
-    }
-
     /// The ids whose logits are `bound` or more, and some others.
     pub(crate) fn candidates(&self, bound: f32) -> impl Iterator<Item = Candidates<'_>> + Clone {
-        let blocks = self.logits.chunks(BLOCK).zip(self.weights.chunks(BLOCK)).zip(&self.maxima);
+        let blocks = self.logits.chunks(BLOCK).zip(&self.maxima);
         let blocks = (0u32..).step_by(BLOCK).zip(blocks);
         blocks
             .filter(move |(_, (_, largest))| **largest >= bound)
-            .map(|(first, ((logits, weights), _))| Candidates { first, ids: &[], logits, weights })
+            .map(|(first, (logits, _))| Candidates { first, ids: &[], logits })
     }
 
     /// The lowest id whose logit is `logit`, which is the largest.
@@ -86,14 +78,13 @@ impl Row {
     }
 }
 
-/// Some ids with their logits and weights, in order of the ids.
+/// Some ids with their logits, in order of the ids.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Candidates<'a> {
     /// The id of the first one, where `ids` is empty because they follow one another.
     pub(crate) first: u32,
     pub(crate) ids: &'a [u32],
     pub(crate) logits: &'a [f32],
-    pub(crate) weights: &'a [f32],
 }
 
 impl Candidates<'_> {
@@ -102,80 +93,128 @@ impl Candidates<'_> {
         self.ids.get(index).copied().unwrap_or(self.first.wrapping_add(index as u32))
     }
 
-    /// Weight of all that come before an id, in order of logit, then id.
-    pub(crate) fn weight_before(&self, logit: f32, id: u32) -> f64 {
-        let lower_ids = if self.ids.is_empty() {
+    /// How many have an id below `id`.
+    fn below(&self, id: u32) -> usize {
+        if self.ids.is_empty() {
             (id.saturating_sub(self.first) as usize).min(self.logits.len())
         } else {
             self.ids.partition_point(|&other| other < id)
-        };
-        let (logits, other_logits) = self.logits.split_at(lower_ids);
-        let (weights, other_weights) = self.weights.split_at(lower_ids);
-        sum_where(logits, weights, |other| other >= logit)
-            + sum_where(other_logits, other_weights, |other| other > logit)
+        }
     }
 }
 
-/// Ids with their logits and weights, in order of the ids.
+/// Weights e^((logit − largest) / temperature): the largest logit weighs exactly 1, and −∞
+/// weighs 0.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scale {
+    pub(crate) largest: f32,
+    pub(crate) temperature: f32,
+}
+
+impl Scale {
+    pub(crate) fn weight(self, logit: f32) -> f32 {
+        exp_of_negative((logit - self.largest) / self.temperature)
+    }
+
+    /// Weight of all `candidates`, and of those that come before an id, in order of logit, then
+    /// id.
+    pub(crate) fn sums<'c>(
+        self,
+        candidates: impl Iterator<Item = Candidates<'c>>,
+        (logit, id): (f32, u32),
+    ) -> Sums {
+        let mut sums = Sums::default();
+        for candidates in candidates {
+            let (lower_ids, others) = candidates.logits.split_at(candidates.below(id));
+            sums += self.sums_where(lower_ids, |other| other >= logit);
+            sums += self.sums_where(others, |other| other > logit);
+        }
+        sums
+    }
+
+    /// Weight of all `logits`, and of those that are `before`.
+    fn sums_where(self, logits: &[f32], before: impl Fn(f32) -> bool) -> Sums {
+        let mut sums = [Sums::default(); LANES];
+        let (groups, rest) = logits.as_chunks::<LANES>();
+        let mut take = |logits: &[f32]| {
+            for (sum, &logit) in sums.iter_mut().zip(logits) {
+                let weight = f64::from(self.weight(logit));
+                sum.total += weight;
+                sum.before += if before(logit) { weight } else { 0.0 };
+            }
+        };
+        for group in groups {
+            take(group);
+        }
+        take(rest);
+        sums.into_iter().fold(Sums::default(), |mut all, sum| {
+            all += sum;
+            all
+        })
+    }
+
+    /// Weight of all `logits`.
+    pub(crate) fn total(self, logits: &[f32]) -> f64 {
+        self.sums_where(logits, |_| false).total
+    }
+}
+
+/// What [`Scale::sums`] adds up.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Sums {
+    pub(crate) total: f64,
+    pub(crate) before: f64,
+}
+
+impl std::ops::AddAssign for Sums {
+    fn add_assign(&mut self, other: Self) {
+        self.total += other.total;
+        self.before += other.before;
+    }
+}
+
+/// Ids with their logits, in order of the ids.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Pool {
     pub(crate) ids: Vec<u32>,
     pub(crate) logits: Vec<f32>,
-    pub(crate) weights: Vec<f32>,
-    /// Reused by [`Pool::keep`]: keys and weights of the range in question, and the weight by
-    /// distance from its largest key.
-    range: Vec<(i32, f32)>,
-    histogram: Vec<f64>,
+    /// Reused by [`Pool::keep`]: keys of the range in question, and how many there are by distance
+    /// from the largest key.
+    range: Vec<i32>,
+    histogram: Vec<usize>,
 }
 
 const HISTOGRAM_BITS: u32 = 11;
 
 impl Pool {
-    /// Takes the ids whose logits are `bound` or more, but not −∞, with weights that mean nothing
-    /// if the row was not weighed.
+    /// Takes the ids whose logits are `bound` or more, but not −∞.
     pub(crate) fn gather(&mut self, row: &Row, bound: f32) {
         self.ids.clear();
         self.logits.clear();
-        self.weights.clear();
-        let blocks = row.logits.chunks(BLOCK).zip(row.weights.chunks(BLOCK)).zip(&row.maxima);
-        for (first, ((block, block_weights), &largest)) in (0u32..).step_by(BLOCK).zip(blocks) {
-            if largest < bound {
-                continue;
-            }
+        for Candidates { first, logits: block, .. } in row.candidates(bound) {
             // Written without branches, which could not be predicted.
-            let (mut ids, mut logits, mut weights) = ([0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+            let (mut ids, mut logits) = ([0; BLOCK], [0.0; BLOCK]);
             let mut count = 0;
-            for (id, (&logit, &weight)) in (first..).zip(block.iter().zip(block_weights)) {
+            for (id, &logit) in (first..).zip(block) {
                 ids[count % BLOCK] = id;
                 logits[count % BLOCK] = logit;
-                weights[count % BLOCK] = weight;
                 count += usize::from(logit >= bound && logit != f32::NEG_INFINITY);
             }
             self.ids.extend_from_slice(&ids[..count]);
             self.logits.extend_from_slice(&logits[..count]);
-            self.weights.extend_from_slice(&weights[..count]);
         }
     }
 
-    /// Weighs the logits, as [`weigh`] does.
-    pub(crate) fn weigh(&mut self, largest: f32, temperature: f32) -> f64 {
-        weigh(&self.logits, largest, temperature, &mut self.weights)
-    }
-
-    /// Keeps the `count` largest logits; of equal ones the lowest ids. The weights are 1 then.
-    pub(crate) fn keep_count(&mut self, count: usize) {
-        self.weights.fill(1.0);
-        self.keep(count as f64);
-    }
-
-    /// Keeps the fewest of the largest logits whose weights add up to `needed`; of equal logits
-    /// the lowest ids. Keeps all if they add up to less.
+    /// Keeps the `needed` largest logits; of equal ones the lowest ids.
     ///
     /// The logits, as integers of the same order, are counted into a histogram over their range,
-    /// and the bucket in which the sum is reached is divided further. Every pass takes
+    /// and the bucket in which the count is reached is divided further. Every pass takes
     /// [`HISTOGRAM_BITS`] off the range, so there are at most three, whatever the logits, and all
     /// but the first are short unless many logits are nearly equal.
-    pub(crate) fn keep(&mut self, mut needed: f64) {
+    pub(crate) fn keep(&mut self, mut needed: usize) {
+        if needed >= self.ids.len() {
+            return;
+        }
         let (mut low, mut high) = (i32::MAX, i32::MIN);
         for &logit in &self.logits {
             low = low.min(key(logit));
@@ -183,8 +222,7 @@ impl Pool {
         }
         self.range.clear();
         if low < high {
-            let keys = self.logits.iter().map(|&logit| key(logit));
-            self.range.extend(keys.zip(self.weights.iter().copied()));
+            self.range.extend(self.logits.iter().map(|&logit| key(logit)));
         }
         while low < high {
             // Differences of keys fit in 32 bits without a sign.
@@ -192,36 +230,30 @@ impl Pool {
             let bits = u32::BITS - distance(low).leading_zeros();
             let shift = bits.saturating_sub(HISTOGRAM_BITS);
             self.histogram.clear();
-            self.histogram.resize(1 << HISTOGRAM_BITS, 0.0);
+            self.histogram.resize(1 << HISTOGRAM_BITS, 0);
             let histogram = self.histogram.as_mut_slice();
-            for &(key, weight) in &self.range {
+            for &key in &self.range {
                 if let Some(bucket) = histogram.get_mut((distance(key) >> shift) as usize) {
-                    *bucket += f64::from(weight);
+                    *bucket += 1;
                 }
             }
-            let mut sum = 0.0;
-            let reached = (0u32..).zip(&self.histogram).find(|(_, weight)| {
-                let reached = sum + **weight >= needed;
-                if !reached {
-                    sum += **weight;
-                }
+            let mut above = 0;
+            let reached = (0u32..).zip(&self.histogram).find(|(_, count)| {
+                let reached = above + **count >= needed;
+                above += if reached { 0 } else { **count };
                 reached
             });
-            let Some((bucket, _)) = reached else {
-                needed = f64::INFINITY;
-                break;
-            };
-            needed -= sum;
+            // All of them are more than are needed.
+            let Some((bucket, _)) = reached else { break };
+            needed -= above;
             high = high.wrapping_sub((bucket << shift) as i32);
             low = low.max(high.saturating_sub((1 << shift) - 1));
             // One comparison, since two that each go either way could not be predicted.
             let span = high.wrapping_sub(low) as u32;
-            self.range.retain(|&(key, _)| high.wrapping_sub(key) as u32 <= span);
+            self.range.retain(|&key| high.wrapping_sub(key) as u32 <= span);
         }
-        // Equal logits weigh the same.
-        let Some(first) = self.logits.iter().position(|&logit| key(logit) == low) else { return };
-        let mut tied = (needed / f64::from(self.weights[first])).ceil() as usize;
-        self.retain(|logit, _| {
+        let mut tied = needed;
+        self.retain(|logit| {
             let key = key(logit);
             let kept = key > low || (key == low && tied > 0);
             tied = tied.saturating_sub(usize::from(key == low));
@@ -229,23 +261,20 @@ impl Pool {
         });
     }
 
-    /// Keeps what `keep` says of a logit and its weight.
-    pub(crate) fn retain(&mut self, mut keep: impl FnMut(f32, f32) -> bool) {
+    /// Keeps what `keep` says of a logit.
+    fn retain(&mut self, mut keep: impl FnMut(f32) -> bool) {
         let mut kept = 0;
         // Slices of their own, whose ends stay in registers while the elements are written.
         let (ids, logits) = (self.ids.as_mut_slice(), self.logits.as_mut_slice());
-        let weights = self.weights.as_mut_slice();
         for index in 0..ids.len() {
-            let (logit, weight) = (logits[index], weights[index]);
+            let logit = logits[index];
             // Written without a branch, which could not be predicted.
             ids[kept] = ids[index];
             logits[kept] = logit;
-            weights[kept] = weight;
-            kept += usize::from(keep(logit, weight));
+            kept += usize::from(keep(logit));
         }
         self.ids.truncate(kept);
         self.logits.truncate(kept);
-        self.weights.truncate(kept);
     }
 }
 
@@ -254,43 +283,6 @@ fn key(logit: f32) -> i32 {
     let bits = (logit + 0.0).to_bits() as i32;
     // Of negative numbers, larger ones have smaller magnitudes.
     bits ^ ((bits >> 31) & i32::MAX)
-}
-
-/// Sets each weight to e^((logit − largest) / temperature) and returns their sum. The largest
-/// logit weighs exactly 1, and −∞ weighs 0.
-fn weigh(logits: &[f32], largest: f32, temperature: f32, weights: &mut Vec<f32>) -> f64 {
-    weights.resize(logits.len(), 0.0);
-    let weights = weights.as_mut_slice();
-    for (weight, &logit) in weights.iter_mut().zip(logits) {
-        *weight = exp_of_negative((logit - largest) / temperature);
-    }
-    sum(weights)
-}
-
-/// Sum of the weights of the logits that are `counted`.
-fn sum_where(logits: &[f32], weights: &[f32], counted: impl Fn(f32) -> bool) -> f64 {
-    let weigh =
-        |(&logit, &weight): (&f32, &f32)| if counted(logit) { f64::from(weight) } else { 0.0 };
-    let mut sums = [0f64; LANES];
-    let (groups, rest) = logits.as_chunks::<LANES>();
-    let (weight_groups, weight_rest) = weights.as_chunks::<LANES>();
-    for (logits, weights) in groups.iter().zip(weight_groups) {
-        for (sum, pair) in sums.iter_mut().zip(logits.iter().zip(weights)) {
-            *sum += weigh(pair);
-        }
-    }
-    sums.iter().sum::<f64>() + rest.iter().zip(weight_rest).map(weigh).sum::<f64>()
-}
-
-fn sum(values: &[f32]) -> f64 {
-    let mut sums = [0f64; LANES];
-    let (groups, rest) = values.as_chunks::<LANES>();
-    for group in groups {
-        for (sum, &value) in sums.iter_mut().zip(group) {
-            *sum += f64::from(value);
-        }
-    }
-    sums.iter().sum::<f64>() + rest.iter().map(|&value| f64::from(value)).sum::<f64>()
 }
 
 /// Below it, e^x is smaller than the normal numbers.
@@ -401,7 +393,7 @@ mod tests {
             prop_assert!(logits.iter().filter(|&&l| l >= bound).count() >= count.min(logits.len()));
             let mut pool = Pool::default();
             pool.gather(&row, bound);
-            pool.keep_count(count);
+            pool.keep(count);
             let mut expected = sorted(&logits);
             expected.truncate(count);
             expected.sort_unstable();
@@ -410,43 +402,38 @@ mod tests {
         }
 
         #[test]
-        fn keeping_a_weight_is_the_head_of_the_sorted_logits(
+        fn weights_are_exponentials(
             logits in logits(),
-            weights in proptest::collection::vec(0u8..9, 300),
-            needed in 1u32..1500,
+            temperature in 0.01f32..50.0,
+            id in 0u32..300,
         ) {
-            let mut pool = Pool::default();
-            pool.gather(&row(&logits), f32::NEG_INFINITY);
-            // Equal logits have equal weights, as in use; whole numbers, so that sums are exact.
-            let weight = |logit: f32| f32::from(weights[key(logit).unsigned_abs() as usize % 299]);
-            pool.weights = logits.iter().map(|&logit| weight(logit)).collect();
-            pool.keep(f64::from(needed));
-            let (mut expected, mut sum) = (Vec::new(), 0.0);
-            for index in sorted(&logits) {
-                if sum < needed as f32 {
-                    expected.push(index);
-                }
-                sum += weight(logits[index]);
-            }
-            expected.sort_unstable();
-            let ids: Vec<usize> = pool.ids.iter().map(|&id| id as usize).collect();
-            prop_assert_eq!(ids, expected);
-        }
-
-        #[test]
-        fn weights_are_exponentials(logits in logits(), temperature in 0.01f32..50.0) {
             let largest = logits.iter().copied().fold(f32::MIN, f32::max);
-            let mut weights = vec![7.0; 5];
-            let total = weigh(&logits, largest, temperature, &mut weights);
-            prop_assert_eq!(weights.len(), logits.len());
-            let mut sum = 0.0;
-            for (&weight, &logit) in weights.iter().zip(&logits) {
+            let scale = Scale { largest, temperature };
+            let id = id % logits.len() as u32;
+            let logit = logits[id as usize];
+            let row = row(&logits);
+            let sums = scale.sums(row.candidates(f32::NEG_INFINITY), (logit, id));
+            // The same, of ids that do not follow one another.
+            let ids: Vec<u32> = (0..logits.len() as u32).map(|id| 3 * id).collect();
+            let candidates = Candidates { first: 0, ids: &ids, logits: &logits };
+            let spread = scale.sums(std::iter::once(candidates), (logit, 3 * id));
+            let (mut total, mut before) = (0.0, 0.0);
+            let order = sorted(&logits);
+            let place = order.iter().position(|&other| other == id as usize).unwrap();
+            for (index, &other) in order.iter().enumerate() {
+                let logit = logits[other];
                 let exact = ((f64::from(logit) - f64::from(largest)) / f64::from(temperature)).exp();
                 // The quotient is rounded, which counts as much as its size.
-                prop_assert!((f64::from(weight) - exact).abs() <= 1e-5 * exact + 1e-37);
-                sum += f64::from(weight);
+                prop_assert!((f64::from(scale.weight(logit)) - exact).abs() <= 1e-5 * exact + 1e-37);
+                let weight = f64::from(scale.weight(logit));
+                total += weight;
+                before += if index < place { weight } else { 0.0 };
             }
-            prop_assert!((total / sum - 1.0).abs() < 1e-12);
+            for sums in [sums, spread] {
+                prop_assert!((sums.total / total - 1.0).abs() < 1e-12);
+                prop_assert!((sums.before - before).abs() <= 1e-12 * before);
+            }
+            prop_assert!((scale.total(&logits) / total - 1.0).abs() < 1e-12);
         }
     }
 }

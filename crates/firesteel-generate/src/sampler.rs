@@ -1,8 +1,8 @@
 use crate::options::check_ids;
-use crate::row::{Candidates, Pool, Row};
+use crate::row::{Candidates, Pool, Row, Scale};
 use crate::{GenerateError, SamplingOptions};
 use serde::Serialize;
-use std::collections::HashMap;
+use std::f64::consts::LN_2;
 use std::ops::Range;
 
 /// An id with its log-probability.
@@ -61,8 +61,9 @@ pub struct Sampler {
     end_ids: Vec<u32>,
     /// Prompt and output.
     history: Vec<u32>,
-    /// How often an id is in the output, for each id in prompt or output; empty without penalties.
-    counts: HashMap<u32, u32>,
+    /// How often an id is in the output, for each id in prompt or output, in order of the ids;
+    /// empty without penalties.
+    counts: Vec<(u32, u32)>,
     picked: usize,
     row: Row,
     pool: Pool,
@@ -81,7 +82,7 @@ impl Sampler {
             forbidden: Vec::new(),
             end_ids: Vec::new(),
             history: Vec::new(),
-            counts: HashMap::new(),
+            counts: Vec::new(),
             picked: 0,
             row: Row::default(),
             pool: Pool::default(),
@@ -128,6 +129,8 @@ impl Sampler {
         self.history = prompt.to_vec();
         if self.options.has_penalties() {
             self.counts = prompt.iter().map(|&id| (id, 0)).collect();
+            self.counts.sort_unstable();
+            self.counts.dedup();
         }
         self
     }
@@ -155,8 +158,10 @@ impl Sampler {
         self.picked += 1;
         self.history.push(id);
         if self.options.has_penalties() {
-            let count = self.counts.entry(id).or_default();
-            *count = count.saturating_add(1);
+            match self.counts.binary_search_by_key(&id, |&(id, _)| id) {
+                Ok(index) => self.counts[index].1 = self.counts[index].1.saturating_add(1),
+                Err(index) => self.counts.insert(index, (id, 1)),
+            }
         }
         Ok(id)
     }
@@ -174,7 +179,7 @@ impl Sampler {
     ) -> Result<TokenLogprobs, GenerateError> {
         self.load(logits)?;
         let largest = self.scan()?;
-        let total = self.row.weigh(largest, 1.0);
+        let total = Scale { largest, temperature: 1.0 }.total(&self.row.logits);
         let log_total = f64::from(largest) + total.ln();
         let of = |id: u32, logit: f32| Logprob {
             id,
@@ -185,7 +190,7 @@ impl Sampler {
         if top > 0 {
             let bound = self.row.bound_of_count(top);
             self.pool.gather(&self.row, bound);
-            self.pool.keep_count(top);
+            self.pool.keep(top);
             let mut pairs: Vec<(u32, f32)> =
                 self.pool.ids.iter().copied().zip(self.pool.logits.iter().copied()).collect();
             // The ids are in order, and the sort is stable.
@@ -242,7 +247,7 @@ impl Sampler {
                 forbid(logits, id);
             }
         }
-        for (&id, &count) in &self.counts {
+        for &(id, count) in &self.counts {
             change(logits, id, |logit| {
                 let penalty = options.repetition_penalty;
                 let logit = if logit > 0.0 { logit / penalty } else { logit * penalty };
@@ -260,31 +265,24 @@ impl Sampler {
         let SamplingOptions { temperature, top_k, top_p, min_p, seed, .. } = self.options;
         let (row, pool) = (&mut self.row, &mut self.pool);
         let stream = mix(seed.wrapping_add(GOLDEN.wrapping_mul(self.picked as u64 + 1)));
-        let mut race = Race { stream, largest, temperature, least: min_p, bound: f32::MIN };
-        // What `min_p` leaves out still counts in the total that `top_p` is a share of.
-        let share = race.logit_of_weight(f64::from(min_p));
-        let of = |total: f64| if top_p < 1.0 { f64::from(top_p) * total } else { f64::INFINITY };
+        let scale = Scale { largest, temperature };
+        let bound = logit_of_weight(scale, f64::from(min_p)).max(f32::MIN);
+        let mut race = Race { stream, scale, least: min_p, bound, share: f64::from(top_p) };
         if top_k > 0 && top_k < row.logits.len() {
-            let bound = row.bound_of_count(top_k);
-            pool.gather(row, if top_p < 1.0 { bound } else { bound.max(share) });
-            pool.keep_count(top_k);
-            let total = pool.weigh(largest, temperature);
-            let ids = Candidates {
-                first: 0,
-                ids: &pool.ids,
-                logits: &pool.logits,
-                weights: &pool.weights,
-            };
-            return race.run(std::iter::once(ids), of(total));
+            // What `min_p` leaves out still counts in the total that `top_p` is a share of.
+            let lowest = row.bound_of_count(top_k);
+            pool.gather(row, if top_p < 1.0 { lowest } else { lowest.max(bound) });
+            pool.keep(top_k);
+            let pooled = Candidates { first: 0, ids: &pool.ids, logits: &pool.logits };
+            return race.run(|_| std::iter::once(pooled));
         }
-        let total = row.weigh(largest, temperature);
-        race.bound = race.bound.max(share);
         if top_p < 1.0 {
-            // All ids lighter than this together weigh less than 1 − top_p of the total.
-            let rest = (1.0 - f64::from(top_p)) * total / row.logits.len() as f64;
-            race.bound = race.bound.max(race.logit_of_weight(rest));
+            // All weigh 1 at least, as the largest does. All ids lighter than this together weigh
+            // less than 1 − top_p of that.
+            let rest = (1.0 - f64::from(top_p)) / row.logits.len() as f64;
+            race.bound = race.bound.max(logit_of_weight(scale, rest));
         }
-        race.run(row.candidates(race.bound), of(total))
+        race.run(|bound| row.candidates(bound))
     }
 }
 
@@ -305,48 +303,55 @@ fn forbid(logits: &mut [f32], id: u32) {
     }
 }
 
-/// The exponential race of one step.
-struct Race {
-    stream: u64,
-    largest: f32,
-    temperature: f32,
-    /// Lighter ids take no part.
-    least: f32,
-    /// Nor do those with a lower logit.
-    bound: f32,
-}
-
 /// More than the relative error of a weight, which is that of the rounded quotient in the
 /// exponent and of the exponential.
 const WEIGHT_ERROR: f64 = 1e-4;
 
-impl Race {
-    /// A logit such that all lower ones weigh less than `weight`.
-    fn logit_of_weight(&self, weight: f64) -> f32 {
-        let below = f64::from(self.temperature) * (weight.ln() - WEIGHT_ERROR);
-        ((f64::from(self.largest) + below) as f32).next_down()
-    }
+/// A logit such that all lower ones weigh less than `weight`.
+fn logit_of_weight(scale: Scale, weight: f64) -> f32 {
+    let below = f64::from(scale.temperature) * (weight.ln() - WEIGHT_ERROR);
+    ((f64::from(scale.largest) + below) as f32).next_down()
+}
 
-    /// The winner among the fewest first ids, in order of logit, then id, that together weigh
-    /// `needed`.
+/// The exponential race of one step.
+struct Race {
+    stream: u64,
+    scale: Scale,
+    /// Lighter ids take no part.
+    least: f32,
+    /// Nor do those with a lower logit.
+    bound: f32,
+    /// Part of the weight that the fewest first ids must have to take part.
+    share: f64,
+}
+
+impl Race {
+    /// The winner among the fewest first ids, in order of logit, then id, that together have
+    /// their share of the weight. `candidates` gives those from a logit on, and maybe others.
     ///
     /// An id is among them if those before it weigh less. So the race goes over all candidates:
     /// where the winner is one of them, it is their winner too. Where it is not, neither is any
     /// that comes after it, and the others race again: 1 − ln `top_p` times on average, and no
-    /// set has to be selected.
-    fn run<'c>(
+    /// set has to be selected. Where few ids weigh most, those near the winner are enough to
+    /// know, whatever the others weigh.
+    fn run<'c, C: Iterator<Item = Candidates<'c>>>(
         &self,
-        candidates: impl Iterator<Item = Candidates<'c>> + Clone,
-        needed: f64,
+        candidates: impl Fn(f32) -> C,
     ) -> Option<u32> {
         let mut limit = None;
         loop {
-            let (logit, id) = self.winner(candidates.clone(), limit)?;
-            let before = |candidates: Candidates<'_>| candidates.weight_before(logit, id);
-            if needed == f64::INFINITY || candidates.clone().map(before).sum::<f64>() < needed {
+            let winner = self.winner(candidates(self.bound), limit)?;
+            let (logit, id) = winner;
+            if self.share >= 1.0 {
                 return Some(id);
             }
-            limit = Some((logit, id));
+            for from in [logit, f32::NEG_INFINITY] {
+                let sums = self.scale.sums(candidates(from), winner);
+                if sums.before < self.share * sums.total {
+                    return Some(id);
+                }
+            }
+            limit = Some(winner);
         }
     }
 
@@ -354,36 +359,42 @@ impl Race {
     /// before `limit`, and its logit; of equal scores the larger logit, then the lower id. The
     /// candidates come in order of their ids.
     ///
-    /// As e = −ln u ≥ 1 − u, an id with weight / (1 − u) below the best weight / e so far has
-    /// lost, and most ids have, so the logarithms of the others are hardly ever needed.
+    /// As e = −ln u ≥ 1 − u, an id whose first term is less than the best score and ln (1 − u)
+    /// together has lost, and most ids have, so the logarithms of the others are hardly ever
+    /// needed. That of 1 − u is at least what its exponent and the bits of its fraction, read as
+    /// one number, say, since log2 (1 + m) ≥ m for m from 0 to 1.
     fn winner<'c>(
         &self,
         candidates: impl Iterator<Item = Candidates<'c>>,
         limit: Option<(f32, u32)>,
     ) -> Option<(f32, u32)> {
+        const FRACTION: f64 = (1u64 << 52) as f64;
+        let (largest, inverse) =
+            (f64::from(self.scale.largest), 1.0 / f64::from(self.scale.temperature));
         let mut best: Option<(f64, f32, u32)> = None;
-        let mut to_beat = 0.0;
+        let mut to_beat = f64::NEG_INFINITY;
         for candidates in candidates {
-            let pairs = candidates.logits.iter().zip(candidates.weights);
-            for (index, (&logit, &weight)) in pairs.enumerate() {
+            for (index, &logit) in candidates.logits.iter().enumerate() {
                 let id = candidates.id(index);
                 let u = uniform(self.stream, id);
-                // Also true for −∞, and for weights so small that no noise makes up for them.
-                if f64::from(weight) <= to_beat * (1.0 - u) {
+                let logarithm =
+                    (1.0 - u).to_bits() as i64 as f64 * (LN_2 / FRACTION) - 1023.0 * LN_2;
+                // Not true for −∞ alone while there is none to beat.
+                if (f64::from(logit) - largest) * inverse < to_beat + logarithm {
                     continue;
                 }
                 let left = limit
                     .is_none_or(|(other, before)| logit > other || (logit == other && id < before));
-                if !left || weight < self.least || logit < self.bound {
+                if !left || logit < self.bound || self.scale.weight(logit) < self.least {
                     continue;
                 }
-                let distance = f64::from(logit) - f64::from(self.largest);
-                let score = distance / f64::from(self.temperature) - (-u.ln()).ln();
+                let distance = f64::from(logit) - largest;
+                let score = distance / f64::from(self.scale.temperature) - (-u.ln()).ln();
                 if best.is_none_or(|(other, other_logit, _)| {
                     score > other || (score == other && logit > other_logit)
                 }) {
                     best = Some((score, logit, id));
-                    to_beat = score.exp() * (1.0 - WEIGHT_ERROR);
+                    to_beat = score - WEIGHT_ERROR * (1.0 + score.abs());
                 }
             }
         }

@@ -326,6 +326,9 @@ fn help_of_generate() {
           --chat
               Put the prompt through the chat template
 
+          --interactive
+              Chat turn by turn: each line of stdin is a message of the user, after the prompt if there is one
+
           --system <TEXT>
               System message of the chat
 
@@ -350,12 +353,15 @@ fn help_of_generate() {
               Keep the most probable tokens up to this probability [default: the model's advice]
 
           --top-k <TOP_K>
-              Keep this many of the most probable tokens; 0 keeps all [default: the model's advice]
+              Keep this many of the most probable tokens; 0 or -1 keeps all [default: the model's advice]
 
           --seed <SEED>
               Start of the random numbers
 
               [default: 0]
+
+          --prompt-lookup [<N>]
+              Run up to N tokens at once where the text repeats itself; the text stays the same
 
           --min-p <MIN_P>
               Keep the tokens at least this times as probable as the most probable one [default: the model's advice]
@@ -409,10 +415,10 @@ fn help_of_generate() {
               ONNX Runtime library, or a folder that holds it; else FIRESTEEL_ORT, else what `firesteel setup ort` installed
 
           --context <N>
-              Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens]
+              Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens; 4096 with --interactive]
 
           --json
-              Print JSON with ids, text, stop reason and times, at the end
+              Print JSON with ids, text, stop reason and times, at the end of each answer
 
       -h, --help
               Print help (see a summary with '-h')
@@ -430,6 +436,7 @@ fn help_of_bench() {
       export   Export against a plain writer of the same bytes, and the memory it takes
       kernels  Every kernel against scalar and against the read bandwidth
       decode   Prompt and decoding speed of a checkpoint, against the read bandwidth
+      sampler  Picking a token against the time of a step
       help     Print this message or the help of the given subcommand(s)
 
     Options:

@@ -531,3 +531,18 @@ fn numbers_below_zero_are_understood_or_refused_with_a_reason() {
         assert!(talk.contains(expected), "{option} {value}: {talk}");
     }
 }
+
+#[test]
+fn the_sampler_is_measured() {
+    let small = ["bench", "sampler", "--vocabulary", "500", "--history", "90", "--runs", "3"];
+    let timings: Value =
+        serde_json::from_str(&stdout(&[&small[..], &["--json"]].concat())).unwrap();
+    let timings = timings.as_array().unwrap();
+    assert!(timings.iter().all(|timing| timing["milliseconds"].as_f64().unwrap() > 0.0));
+    let text = stdout(&small);
+    assert_eq!(text.lines().count(), timings.len() + 1);
+    for (option, value) in [("--vocabulary", "0"), ("--step-ms", "0"), ("--runs", "0")] {
+        let talk = refusal(&["bench", "sampler", option, value]);
+        assert!(talk.contains(option), "{talk}");
+    }
+}
