@@ -1,13 +1,14 @@
 //! Attention of some query tokens over cached keys and values.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use half::f16;
 
+use crate::float_tiles::{float_tiles, widen};
 use crate::isa::Isa;
 use crate::math::exp;
-use crate::matmul::float_tiles;
 use crate::ops::Exponentials;
 use crate::pool::{Disjoint, Pool};
 use crate::simd::{Element, Kernel, Simd, load_partial};
@@ -17,7 +18,11 @@ use crate::{KernelError, area, check_length};
 /// it is part of the definition of the result.
 const CHUNK: usize = 256;
 /// Query rows that pass over a chunk together, at least one token's.
-const ROWS: usize = 16;
+const ROWS: usize = 64;
+/// Elements of keys or values that are widened at once, so that they stay in the first-level cache.
+const WIDE: usize = 8192;
+/// Query rows for which values are read as they are, in one pass.
+const FEW: usize = 4;
 
 /// 32 elements of a key or value in 8 bits: an f16 scale and int8 values.
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
@@ -100,16 +105,6 @@ pub enum Positions<'a> {
     /// One position an entry, in any order: a ring. A position that no query sees, such as
     /// `usize::MAX`, marks an entry that is not in use.
     Each(&'a [usize]),
-}
-
-impl Positions<'_> {
-    #[inline(always)]
-    fn at(&self, entry: usize) -> usize {
-        match self {
-            Self::Consecutive(first) => first.saturating_add(entry),
-            Self::Each(all) => all.get(entry).copied().unwrap_or(usize::MAX),
-        }
-    }
 }
 
 /// Keys and values that lie together. Entries that are not visible are multiplied by zero, so they
@@ -200,9 +195,12 @@ pub fn attention(
     let parts = if split { chunks.len() } else { 1 };
     let width = head_dim + 2;
     let rows = queries * heads;
-    let length = area("partial results", rows.saturating_mul(parts), width)?;
-    let mut partials = vec![0.0_f32; length];
+    let mut partials = PARTIALS.take();
+    if split {
+        partials.resize(area("partial results", rows.saturating_mul(parts), width)?, 0.0);
+    }
     let shared = Disjoint::new(&mut partials);
+    let whole = Disjoint::new(out);
     pool.run(units * parts, &|task| {
         let (unit, part) = (task / parts, task % parts);
         let (kv_head, tile_index) = (unit / tiles, unit % tiles);
@@ -212,30 +210,80 @@ pub fn attention(
             chunks: if split { &chunks[part..part + 1] } else { &chunks },
             kv_head,
             tokens: first..queries.min(first + tile),
-            partials: &shared,
-            base: part * rows,
+            target: if split {
+                Target::Part { partials: &shared, base: part * rows }
+            } else {
+                Target::Whole(&whole)
+            },
         });
     })?;
-    for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
-        let mut joined: Option<Partial> = None;
-        let mut first = vec![];
-        for part in 0..parts {
-            let start = (part * rows + row) * width;
-            let (values, ends) = partials[start..start + width].split_at(head_dim);
-            let next = Partial { largest: ends[0], sum: ends[1] };
-            match &mut joined {
-                None => {
-                    first.extend_from_slice(values);
-                    joined = Some(next);
-                }
-                Some(joined) => joined.join(&mut first, next, values),
-            }
-        }
-        let sum = joined.map_or(0.0, |joined| joined.sum);
-        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-        out.iter_mut().zip(&first).for_each(|(out, value)| *out = value * factor);
+    if split {
+        isa.dispatch(JoinParts { partials: &partials, parts, head_dim, out });
     }
+    PARTIALS.set(partials);
     Ok(())
+}
+
+thread_local! {
+    /// Memory that is kept from one call to the next, because getting it anew costs page faults.
+    static PARTIALS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    static SCRATCH: Cell<Scratch> = Cell::default();
+}
+
+/// What a task keeps for the next one of its thread.
+#[derive(Default)]
+struct Scratch {
+    /// `[rows, head_dim]`, times the scale.
+    queries: Vec<f32>,
+    /// `[rows]`
+    state: Vec<Partial>,
+    /// Of a chunk.
+    parts: Vec<Partial>,
+    /// `[rows, head_dim]`
+    values: Vec<f32>,
+    /// Of a chunk.
+    next_values: Vec<f32>,
+    /// `[rows, entries of a chunk]`
+    scores: Vec<f32>,
+    /// `[tokens, entries of a chunk]`
+    seen: Vec<bool>,
+    wide: Vec<f32>,
+}
+
+fn filled<T: Clone>(vector: &mut Vec<T>, length: usize, value: T) -> &mut [T] {
+    vector.clear();
+    vector.resize(length, value);
+    vector
+}
+
+/// Joins the partial results of every row, in the order of the parts.
+struct JoinParts<'a> {
+    /// `[parts, rows, head_dim + 2]`
+    partials: &'a [f32],
+    parts: usize,
+    head_dim: usize,
+    /// `[rows, head_dim]`
+    out: &'a mut [f32],
+}
+
+impl Kernel for JoinParts<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Self { partials, parts, head_dim, out } = self;
+        let width = head_dim + 2;
+        let rows = out.len() / head_dim;
+        for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
+            let mut joined = Partial::EMPTY;
+            for part in 0..parts {
+                let start = (part * rows + row) * width;
+                let (values, ends) = partials[start..start + width].split_at(head_dim);
+                joined.join(out, Partial { largest: ends[0], sum: ends[1] }, values);
+            }
+            joined.finish(out);
+        }
+    }
 }
 
 fn check(arguments: &Attention<'_>, out: usize) -> Result<AttentionShape, KernelError> {
@@ -306,6 +354,26 @@ impl Partial {
         }
         *self = Self { largest, sum: self.sum * old + next.sum * new };
     }
+
+    /// Divides by the sum of the weights; zeros if nothing was seen.
+    #[inline(always)]
+    fn finish(self, values: &mut [f32]) {
+        if self.sum == 0.0 {
+            values.fill(0.0);
+            return;
+        }
+        let factor = 1.0 / self.sum;
+        values.iter_mut().for_each(|value| *value *= factor);
+    }
+}
+
+/// Where a task writes.
+#[derive(Clone, Copy)]
+enum Target<'a> {
+    /// Results: `[queries, heads, head_dim]`.
+    Whole(&'a Disjoint<'a, f32>),
+    /// Results to be joined: rows from `base` of `[parts, queries, heads, head_dim + 2]`.
+    Part { partials: &'a Disjoint<'a, f32>, base: usize },
 }
 
 struct Task<'a> {
@@ -313,194 +381,350 @@ struct Task<'a> {
     chunks: &'a [Chunk],
     kv_head: usize,
     tokens: Range<usize>,
-    /// `[part, queries, heads, head_dim + 2]`
-    partials: &'a Disjoint<'a, f32>,
-    /// The first row of the part.
-    base: usize,
+    target: Target<'a>,
 }
 
 impl Kernel for Task<'_> {
     type Output = ();
 
     #[inline(always)]
-    #[allow(unsafe_code, reason = "partial results of different tasks are disjoint")]
+    #[allow(unsafe_code, reason = "results of different tasks are disjoint")]
     fn run<S: Simd>(self, simd: S) {
-        let Self { arguments, chunks, kv_head, tokens, partials, base } = self;
+        let Self { arguments, chunks, kv_head, tokens, target } = self;
         let AttentionShape { heads, kv_heads, head_dim, .. } = arguments.shape;
         let group = heads / kv_heads;
         let rows = tokens.len() * group;
-        let queries: Vec<f32> = tokens
-            .clone()
-            .flat_map(|token| {
-                let start = (token * heads + kv_head * group) * head_dim;
-                &arguments.queries[start..start + group * head_dim]
-            })
-            .map(|value| value * arguments.scale)
-            .collect();
-        let mut state = vec![Partial::EMPTY; rows];
-        let mut values = vec![0.0; rows * head_dim];
-        let mut next_values = vec![0.0; rows * head_dim];
-        let mut scores = vec![0.0; rows * CHUNK];
-        let mut expanded = Vec::new();
+        let mut scratch = SCRATCH.take();
+        scratch.queries.clear();
+        for token in tokens.clone() {
+            let start = (token * heads + kv_head * group) * head_dim;
+            let queries = &arguments.queries[start..start + group * head_dim];
+            scratch.queries.extend(queries.iter().map(|value| value * arguments.scale));
+        }
+        let queries = &scratch.queries[..];
+        let state = filled(&mut scratch.state, rows, Partial::EMPTY);
+        let parts = filled(&mut scratch.parts, rows, Partial::EMPTY);
+        let values = filled(&mut scratch.values, rows * head_dim, 0.0);
+        let next_values = filled(&mut scratch.next_values, rows * head_dim, 0.0);
+        let scores = filled(&mut scratch.scores, rows * CHUNK, 0.0);
+        let seen = filled(&mut scratch.seen, tokens.len() * CHUNK, false);
+        let wide = &mut scratch.wide;
 
         for chunk in chunks {
             let Some(segment) = arguments.segments.get(chunk.segment) else { continue };
             let visible = &arguments.visible[tokens.clone()];
-            let sees = |range: &Range<usize>, entry| range.contains(&segment.positions.at(entry));
-            let end = chunk.first + chunk.count;
-            let seen = |entry: &usize| visible.iter().any(|range| sees(range, *entry));
-            let Some(first) = (chunk.first..end).find(seen) else { continue };
-            let last = (chunk.first..end).rev().find(seen).unwrap_or(first);
-            let count = last + 1 - first;
+            let seen = &mut seen[..tokens.len() * chunk.count];
+            let Some(entries) = chunk.look(&segment.positions, visible, seen) else { continue };
 
-            let at = (kv_head * segment.capacity + first) * head_dim;
-            let range = at..at + count * head_dim;
+            let at = kv_head * segment.capacity + chunk.first + entries.start;
+            let range = at * head_dim..(at + entries.len()) * head_dim;
             // Scores keep their place in the chunk, so sums have the same order whatever is seen.
-            let skip = first - chunk.first;
-            scores[..rows * chunk.count].fill(f32::NEG_INFINITY);
-            let mut put =
-                |row: usize, entry: usize, score| scores[row * chunk.count + skip + entry] = score;
+            let mut put = |row: usize, entry: usize, values: &[f32]| {
+                let start = row * chunk.count + entries.start + entry;
+                scores[start..start + values.len()].copy_from_slice(values);
+            };
             match segment.keys {
-                KvRows::F32(keys) => float_tiles(simd, &keys[range], &queries, head_dim, &mut put),
-                KvRows::F16(keys) => float_tiles(simd, &keys[range], &queries, head_dim, &mut put),
+                KvRows::F32(keys) => {
+                    float_tiles(simd, &keys[range.clone()], queries, head_dim, &mut put)
+                }
+                KvRows::F16(keys) => {
+                    float_tiles(simd, &keys[range.clone()], queries, head_dim, &mut put)
+                }
                 KvRows::Q8(keys) => {
-                    expanded.resize(count * head_dim, 0.0);
-                    expand(&keys[range.start / 32..range.end / 32], &mut expanded);
-                    float_tiles(simd, &expanded, &queries, head_dim, &mut put);
+                    let keys = &keys[range.start / 32..range.end / 32];
+                    let block = wide_rows(head_dim);
+                    for (index, keys) in keys.chunks(block * head_dim / 32).enumerate() {
+                        wide.resize(keys.len() * 32, 0.0);
+                        expand(keys, wide);
+                        float_tiles(simd, wide, queries, head_dim, |row, entry, values| {
+                            put(row, index * block + entry, values);
+                        });
+                    }
                 }
             }
-            let mut parts = [Partial::EMPTY; ROWS];
-            let mut parts_spilled = Vec::new();
-            let parts = if rows <= ROWS {
-                &mut parts[..rows]
-            } else {
-                parts_spilled.resize(rows, Partial::EMPTY);
-                &mut parts_spilled[..]
-            };
             for (row, part) in parts.iter_mut().enumerate() {
                 let scores = &mut scores[row * chunk.count..(row + 1) * chunk.count];
-                for entry in first..=last {
-                    if !sees(&visible[row / group], entry) {
-                        scores[entry - chunk.first] = f32::NEG_INFINITY;
-                    }
+                let start = row / group * chunk.count;
+                for (score, seen) in scores.iter_mut().zip(&seen[start..start + chunk.count]) {
+                    *score = if *seen { *score } else { f32::NEG_INFINITY };
                 }
                 let (largest, sum) = Exponentials(scores).run(simd);
                 *part = Partial { largest, sum };
             }
 
-            let weights = Weights { scores: &scores, stride: chunk.count, skip, count };
-            let at = (kv_head * segment.capacity + first) * head_dim;
-            let range = at..at + count * head_dim;
+            let mut weights =
+                Weights { scores, stride: chunk.count, first: entries.start, wide, head_dim };
+            next_values.fill(0.0);
             match segment.values {
-                KvRows::F32(v) => weights.mix(simd, &v[range], &mut next_values, head_dim),
-                KvRows::F16(v) => weights.mix(simd, &v[range], &mut next_values, head_dim),
+                KvRows::F32(v) => weights.mix(simd, &v[range], next_values),
+                KvRows::F16(v) => weights.mix(simd, &v[range], next_values),
                 KvRows::Q8(v) => {
-                    expanded.resize(count * head_dim, 0.0);
-                    expand(&v[range.start / 32..range.end / 32], &mut expanded);
-                    weights.mix(simd, &expanded, &mut next_values, head_dim);
+                    weights.mix_blocks(simd, &v[range.start / 32..range.end / 32], next_values)
                 }
             }
             let outputs = values.chunks_exact_mut(head_dim).zip(next_values.chunks_exact(head_dim));
-            for ((state, part), (values, next)) in state.iter_mut().zip(parts).zip(outputs) {
+            for ((state, part), (values, next)) in state.iter_mut().zip(&*parts).zip(outputs) {
                 state.join(values, *part, next);
             }
         }
 
         for (row, (state, values)) in state.iter().zip(values.chunks_exact(head_dim)).enumerate() {
-            let token = tokens.start + row / group;
-            let index = base + token * heads + kv_head * group + row % group;
-            let start = index * (head_dim + 2);
-            // SAFETY: a task has the rows of its part, head group and tokens to itself.
-            let out = unsafe { partials.part(start..start + head_dim + 2) };
-            let (out, ends) = out.split_at_mut(head_dim);
-            out.copy_from_slice(values);
-            ends.copy_from_slice(&[state.largest, state.sum]);
+            let index = (tokens.start + row / group) * heads + kv_head * group + row % group;
+            match target {
+                Target::Whole(out) => {
+                    let start = index * head_dim;
+                    // SAFETY: a task has the rows of its head group and tokens to itself.
+                    let out = unsafe { out.part(start..start + head_dim) };
+                    out.copy_from_slice(values);
+                    state.finish(out);
+                }
+                Target::Part { partials, base } => {
+                    let start = (base + index) * (head_dim + 2);
+                    // SAFETY: as above, and its part too.
+                    let out = unsafe { partials.part(start..start + head_dim + 2) };
+                    let (out, ends) = out.split_at_mut(head_dim);
+                    out.copy_from_slice(values);
+                    ends.copy_from_slice(&[state.largest, state.sum]);
+                }
+            }
         }
+        SCRATCH.set(scratch);
     }
 }
 
-/// exp(score − maximum) of some rows over the entries `skip .. skip + count` of a chunk.
+impl Chunk {
+    /// Which entries each token sees, `[tokens, count]`, and the range from the first to the last
+    /// that any sees; `None` if none does.
+    #[inline(always)]
+    fn look(
+        &self,
+        positions: &Positions<'_>,
+        visible: &[Range<usize>],
+        seen: &mut [bool],
+    ) -> Option<Range<usize>> {
+        let mut union = self.count..0;
+        for (visible, seen) in visible.iter().zip(seen.chunks_exact_mut(self.count)) {
+            match positions {
+                Positions::Consecutive(first) => {
+                    let first = first.saturating_add(self.first);
+                    let start = visible.start.saturating_sub(first).min(self.count);
+                    let end = visible.end.saturating_sub(first).clamp(start, self.count);
+                    seen[..start].fill(false);
+                    seen[start..end].fill(true);
+                    seen[end..].fill(false);
+                }
+                Positions::Each(all) => {
+                    let all = &all[self.first..self.first + self.count];
+                    for (seen, position) in seen.iter_mut().zip(all) {
+                        *seen = *position >= visible.start && *position < visible.end;
+                    }
+                }
+            }
+            if let Some(first) = seen.iter().position(|seen| *seen) {
+                let last = seen.iter().rposition(|seen| *seen).unwrap_or(first);
+                union = union.start.min(first)..union.end.max(last + 1);
+            }
+        }
+        (union.start < union.end).then_some(union)
+    }
+}
+
+/// Entries that are widened at once.
+#[inline(always)]
+fn wide_rows(head_dim: usize) -> usize {
+    (WIDE / head_dim).max(1)
+}
+
+/// exp(score − maximum) of some rows over the entries of a chunk, from `first`.
 struct Weights<'a> {
     scores: &'a [f32],
     stride: usize,
-    skip: usize,
-    count: usize,
+    first: usize,
+    wide: &'a mut Vec<f32>,
+    head_dim: usize,
 }
 
 impl Weights<'_> {
-    /// `out[row] = Σ_e weight[row][e] · v[e]`, one chain of fused multiply-adds an element.
+    /// `out[row] += Σ_e weight[row][e] · v[e]`, one chain of fused multiply-adds an element.
     #[inline(always)]
-    fn mix<S: Simd, E: Element>(&self, simd: S, v: &[E], out: &mut [f32], head_dim: usize) {
-        let rows = out.len() / head_dim;
+    fn mix<S: Simd, E: Element>(&mut self, simd: S, v: &[E], out: &mut [f32]) {
+        let block = wide_rows(self.head_dim);
+        let direct = out.len() <= FEW * self.head_dim;
+        for (index, v) in v.chunks(block * self.head_dim).enumerate() {
+            if direct {
+                self.mix_rows(simd, Entries { v, first: index * block, direct }, out);
+                continue;
+            }
+            // Whole vectors are written.
+            self.wide.resize(v.len().next_multiple_of(S::LANES), 0.0);
+            widen(simd, v, self.wide);
+            let v = &self.wide[..v.len()];
+            self.mix_rows(simd, Entries { v, first: index * block, direct }, out);
+        }
+    }
+
+    /// The same for values in 8 bits.
+    #[inline(always)]
+    fn mix_blocks<S: Simd>(&mut self, simd: S, v: &[KvBlock], out: &mut [f32]) {
+        let block = wide_rows(self.head_dim);
+        for (index, v) in v.chunks(block * self.head_dim / 32).enumerate() {
+            self.wide.resize(v.len() * 32, 0.0);
+            expand(v, self.wide);
+            let v = &self.wide[..];
+            self.mix_rows(simd, Entries { v, first: index * block, direct: false }, out);
+        }
+    }
+
+    /// The same for some entries.
+    #[inline(always)]
+    fn mix_rows<S: Simd, E: Element>(&self, simd: S, entries: Entries<'_, E>, out: &mut [f32]) {
+        let rows = out.len() / self.head_dim;
         let mut row = 0;
         while row < rows {
             if row + 4 <= rows {
-                self.mix_rows::<S, E, 4>(simd, v, out, row, head_dim);
+                self.mix_some::<S, E, 4>(simd, entries, row, out);
                 row += 4;
             } else {
-                self.mix_rows::<S, E, 1>(simd, v, out, row, head_dim);
+                self.mix_some::<S, E, 1>(simd, entries, row, out);
                 row += 1;
             }
         }
     }
 
+    /// The same for rows `row .. row + R`.
     #[inline(always)]
-    #[allow(unsafe_code, reason = "vector loads and stores")]
-    fn mix_rows<S: Simd, E: Element, const R: usize>(
+    fn mix_some<S: Simd, E: Element, const R: usize>(
         &self,
         simd: S,
-        v: &[E],
-        out: &mut [f32],
+        entries: Entries<'_, E>,
         row: usize,
-        head_dim: usize,
+        out: &mut [f32],
     ) {
-        let weights: [&[f32]; R] = std::array::from_fn(|i| {
-            let start = (row + i) * self.stride + self.skip;
-            &self.scores[start..start + self.count]
-        });
-        let pair = 2 * S::LANES;
+        let head_dim = self.head_dim;
+        let start = row * self.stride + self.first + entries.first;
+        let length = (R - 1) * self.stride + entries.v.len() / head_dim;
+        let rows = Rows {
+            entries,
+            weights: &self.scores[start..start + length],
+            stride: self.stride,
+            head_dim,
+            out: &mut out[row * head_dim..(row + R) * head_dim],
+        };
+        rows.mix::<S, R>(simd);
+    }
+}
+
+/// Some values of a chunk.
+#[derive(Clone, Copy)]
+struct Entries<'a, E> {
+    v: &'a [E],
+    /// Where they start among the chunk's weights.
+    first: usize,
+    /// Whether they are read where they are cached, the next ones behind them.
+    direct: bool,
+}
+
+/// Some rows over some entries.
+struct Rows<'a, E> {
+    entries: Entries<'a, E>,
+    /// Weight e of row i is at `i · stride + e`.
+    weights: &'a [f32],
+    stride: usize,
+    head_dim: usize,
+    /// `[rows, head_dim]`
+    out: &'a mut [f32],
+}
+
+impl<E: Element> Rows<'_, E> {
+    /// All columns of R rows.
+    #[inline(always)]
+    fn mix<S: Simd, const R: usize>(mut self, simd: S) {
         let mut d = 0;
-        while d + pair <= head_dim {
-            let mut sums = [[simd.splat(0.0); 2]; R];
-            for (e, v) in v.chunks_exact(head_dim).enumerate() {
-                // SAFETY: d + 2 · LANES ≤ head_dim, the length of v.
-                let pair = unsafe {
-                    let at = v.as_ptr().add(d);
-                    [E::load(simd, at), E::load(simd, at.add(S::LANES))]
-                };
-                for i in 0..R {
-                    let weight = simd.splat(weights[i][e]);
-                    sums[i][0] = simd.mul_add(weight, pair[0], sums[i][0]);
-                    sums[i][1] = simd.mul_add(weight, pair[1], sums[i][1]);
+        if S::LANES == 16 {
+            // Twice the registers.
+            while d + 4 * S::LANES <= self.head_dim {
+                self.columns::<S, R, 4>(simd, d);
+                d += 4 * S::LANES;
+            }
+        }
+        while d + 2 * S::LANES <= self.head_dim {
+            self.columns::<S, R, 2>(simd, d);
+            d += 2 * S::LANES;
+        }
+        if d < self.head_dim {
+            self.rest::<S, R>(simd, d);
+        }
+    }
+
+    /// Columns `d .. d + V · LANES`.
+    #[inline(always)]
+    #[allow(unsafe_code, reason = "vector loads and stores")]
+    fn columns<S: Simd, const R: usize, const V: usize>(&mut self, simd: S, d: usize) {
+        let Entries { v, direct, .. } = self.entries;
+        let entries = v.len() / self.head_dim;
+        let fits = d + V * S::LANES <= self.head_dim
+            && self.out.len() >= R * self.head_dim
+            && self.weights.len() >= (R - 1) * self.stride + entries;
+        if !fits {
+            debug_assert!(false, "columns {d} of {R} rows");
+            return;
+        }
+        // SAFETY: columns up to d + V · LANES are in every entry of `v` and row of `out`, and every
+        // row has a weight for every entry.
+        unsafe {
+            let out = self.out.as_mut_ptr().add(d);
+            let at = |i: usize, j: usize| out.add(i * self.head_dim + j * S::LANES);
+            let mut sums: [[S::Vector; V]; R] =
+                std::array::from_fn(|i| std::array::from_fn(|j| simd.load_f32(at(i, j))));
+            let mut entry = v.as_ptr().wrapping_add(d);
+            let mut weights = self.weights.as_ptr();
+            // A line of the entries that follow for every entry here.
+            let offset = d / (V * S::LANES) * entries * 64;
+            let ask = direct && offset < size_of_val(v);
+            let mut ahead = v.as_ptr().wrapping_add(v.len()).wrapping_byte_add(offset);
+            for _ in 0..entries {
+                if ask {
+                    simd.prefetch(ahead);
+                    ahead = ahead.wrapping_byte_add(64);
                 }
+                let values: [S::Vector; V] =
+                    std::array::from_fn(|j| E::load(simd, entry.add(j * S::LANES)));
+                for i in 0..R {
+                    let weight = simd.splat(*weights.add(i * self.stride));
+                    for j in 0..V {
+                        sums[i][j] = simd.mul_add(weight, values[j], sums[i][j]);
+                    }
+                }
+                entry = entry.wrapping_add(self.head_dim);
+                weights = weights.wrapping_add(1);
             }
             for i in 0..R {
-                let out = &mut out[(row + i) * head_dim + d..][..pair];
-                // SAFETY: `out` has 2 · LANES elements.
-                unsafe {
-                    simd.store(sums[i][0], out.as_mut_ptr());
-                    simd.store(sums[i][1], out.as_mut_ptr().add(S::LANES));
+                for j in 0..V {
+                    simd.store(sums[i][j], at(i, j));
                 }
             }
-            d += pair;
         }
-        while d < head_dim {
-            let width = S::LANES.min(head_dim - d);
-            let mut sums = [simd.splat(0.0); R];
-            for (e, v) in v.chunks_exact(head_dim).enumerate() {
-                let v = load_partial(simd, &v[d..d + width]);
-                for i in 0..R {
-                    sums[i] = simd.mul_add(simd.splat(weights[i][e]), v, sums[i]);
+    }
+
+    /// Columns from `start`, in vectors that may be partial.
+    #[inline(always)]
+    #[allow(unsafe_code, reason = "a store to an array that is large enough")]
+    fn rest<S: Simd, const R: usize>(&mut self, simd: S, start: usize) {
+        for d in (start..self.head_dim).step_by(S::LANES) {
+            let width = S::LANES.min(self.head_dim - d);
+            for i in 0..R {
+                let out = &mut self.out[i * self.head_dim + d..][..width];
+                let mut sum = load_partial(simd, out);
+                let weights = &self.weights[i * self.stride..];
+                for (v, weight) in self.entries.v.chunks_exact(self.head_dim).zip(weights) {
+                    let v = load_partial(simd, &v[d..d + width]);
+                    sum = simd.mul_add(simd.splat(*weight), v, sum);
                 }
-            }
-            for (i, sum) in sums.into_iter().enumerate() {
                 let mut lanes = [0.0_f32; 16];
                 // SAFETY: no instruction set has more than 16 lanes.
                 unsafe { simd.store(sum, lanes.as_mut_ptr()) };
-                let start = (row + i) * head_dim + d;
-                out[start..start + width].copy_from_slice(&lanes[..width]);
+                out.copy_from_slice(&lanes[..width]);
             }
-            d += width;
         }
     }
 }

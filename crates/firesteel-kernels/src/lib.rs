@@ -14,6 +14,7 @@
 //!   order of the lanes.
 
 mod attention;
+mod float_tiles;
 mod isa;
 mod math;
 mod matmul;

@@ -52,25 +52,31 @@ pub fn kernels() -> Vec<Entry> {
         .collect()
 }
 
-/// Bytes a second at which all threads of the pool together read memory: the best of three passes
-/// over `bytes` bytes, which should be several times the last cache.
+/// Elements that a task of the bandwidth measurement reads.
+const PART: usize = 1 << 17;
+/// Bytes that lie between a read and the memory that is asked for ahead of it.
+const AHEAD: usize = 4096;
+
+/// Bytes a second at which all threads of the pool together read memory, over `bytes` bytes, which
+/// should be several times the last cache: the best of three passes of each of some patterns, a
+/// task reading one, two, four or eight streams at a time, because which is the fastest depends on
+/// the CPU's prefetchers.
 ///
 /// # Errors
 ///
 /// A task panicked.
 pub fn read_bandwidth(pool: &Pool, bytes: usize) -> Result<f64, KernelError> {
-    const PART: usize = 1 << 17;
     // Written, so that the pages are not all the one page of zeros.
     let data: Vec<u64> = (0..bytes.div_ceil(8).max(1) as u64).collect();
     let isa = Isa::named(None)?;
     let mut sums = vec![0_u64; data.len().div_ceil(PART)];
     let mut best = f64::INFINITY;
-    for _ in 0..3 {
+    for streams in [1, 2, 4, 8].into_iter().cycle().take(12) {
         let shared = Disjoint::new(&mut sums);
         let start = Instant::now();
         pool.run(data.len().div_ceil(PART), &|task| {
             let part = &data[task * PART..data.len().min((task + 1) * PART)];
-            store_sum(&shared, task, isa.dispatch(Read(part)));
+            store_sum(&shared, task, isa.dispatch(Read { part, streams }));
         })?;
         best = best.min(start.elapsed().as_secs_f64());
         black_box(&sums);
@@ -79,19 +85,32 @@ pub fn read_bandwidth(pool: &Pool, bytes: usize) -> Result<f64, KernelError> {
 }
 
 /// Reads everything with the widest loads and joins it, so that no load is left out.
-struct Read<'a>(&'a [u64]);
+struct Read<'a> {
+    part: &'a [u64],
+    streams: usize,
+}
 
 impl Kernel for Read<'_> {
     type Output = u64;
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> u64 {
+    fn run<S: Simd>(self, simd: S) -> u64 {
         let mut lanes = [0_u64; 32];
-        for chunk in self.0.as_chunks::<32>().0 {
+        let mut read = |chunk: &[u64; 32]| {
+            for line in (0..size_of_val(chunk)).step_by(64) {
+                simd.prefetch(chunk.as_ptr().wrapping_byte_add(AHEAD + line));
+            }
             for (lane, value) in lanes.iter_mut().zip(chunk) {
                 *lane ^= value;
             }
+        };
+        let (chunks, _) = self.part.as_chunks::<32>();
+        let length = chunks.len() / self.streams;
+        let (streams, rest) = chunks.split_at(length * self.streams);
+        for i in 0..length {
+            (0..self.streams).for_each(|stream| read(&streams[stream * length + i]));
         }
+        rest.iter().for_each(read);
         lanes.iter().fold(0, |a, b| a ^ b)
     }
 }

@@ -22,8 +22,8 @@ pub(crate) struct ActivationBlock {
     pub(crate) scaled_sum: f32,
     /// −8 · Σ values: takes the offset of unsigned weights off a product.
     pub(crate) offset: i32,
-    /// −8 · Σ of the first 16 values.
-    pub(crate) low_offset: i32,
+    /// −8 · Σ of the first and of the last 16 values.
+    pub(crate) half_offsets: [i16; 2],
 }
 
 /// Activation rows quantized to int8 with one scale per block of 32 columns; keeps its storage from
@@ -137,13 +137,13 @@ impl Kernel for QuantizeRow<'_> {
 
     #[inline(always)]
     #[allow(unsafe_code, reason = "blocks of different rows are disjoint")]
-    fn run<S: Simd>(self, _: S) {
+    fn run<S: Simd>(self, simd: S) {
         for (k, values) in self.values.as_chunks::<BLOCK>().0.iter().enumerate() {
             let index = k * self.rows + self.row;
             // SAFETY: the counter gives a row to one task, and a block belongs to one row.
             let to = unsafe { self.blocks.part(index..index + 1) };
             if let Some(to) = to.first_mut() {
-                *to = quantize_block(values);
+                *to = simd.quantize_block(values);
             }
         }
     }
@@ -152,8 +152,23 @@ impl Kernel for QuantizeRow<'_> {
 /// Adding and subtracting it rounds magnitudes below 2²² to integers, ties to even.
 const ROUND: f32 = 12_582_912.0;
 
+/// The value of one unit and what values are multiplied by, for a block's largest magnitude.
 #[inline(always)]
-fn quantize_block(values: &[f32; BLOCK]) -> ActivationBlock {
+pub(crate) fn unit(largest: f32) -> (f32, f32) {
+    // The inverse of a subnormal may be infinite; such a block is zero for all purposes.
+    let inverse = 127.0 / largest;
+    if !largest.is_finite() {
+        (f32::NAN, 0.0)
+    } else if inverse.is_finite() {
+        (largest / 127.0, inverse)
+    } else {
+        (0.0, 0.0)
+    }
+}
+
+/// The reference of [`Simd::quantize_block`].
+#[inline(always)]
+pub(crate) fn quantize_block(values: &[f32; BLOCK]) -> ActivationBlock {
     // The bits of magnitudes are ordered like the magnitudes, with NaN above all of them.
     let mut lanes = [0_i32; 8];
     for chunk in values.as_chunks::<8>().0 {
@@ -162,16 +177,7 @@ fn quantize_block(values: &[f32; BLOCK]) -> ActivationBlock {
         }
     }
     let largest = lanes.iter().fold(0, |a, b| a.max(*b));
-    let largest = f32::from_bits(largest.cast_unsigned());
-    // The inverse of a subnormal may be infinite; such a block is zero for all purposes.
-    let inverse = 127.0 / largest;
-    let (scale, inverse) = if !largest.is_finite() {
-        (f32::NAN, 0.0)
-    } else if inverse.is_finite() {
-        (largest / 127.0, inverse)
-    } else {
-        (0.0, 0.0)
-    };
+    let (scale, inverse) = unit(f32::from_bits(largest.cast_unsigned()));
     let mut integers = [0_i32; BLOCK];
     for (to, value) in integers.iter_mut().zip(values) {
         // The low bits of the sum are the integer.
@@ -192,6 +198,6 @@ fn quantize_block(values: &[f32; BLOCK]) -> ActivationBlock {
     }
     block.scaled_sum = scale * (sums[0] + sums[1]) as f32;
     block.offset = -8 * (sums[0] + sums[1]);
-    block.low_offset = -8 * sums[0];
+    block.half_offsets = sums.map(|sum| (-8 * sum) as i16);
     block
 }

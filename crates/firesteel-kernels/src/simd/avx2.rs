@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::isa::Avx2;
 use crate::matrix::{Format, PackedBlock, PackedQ4, PackedQ4K, PackedQ6K, PackedQ8};
-use crate::quantized_rows::{ActivationBlock, Panel};
+use crate::quantized_rows::{ActivationBlock, BLOCK, Panel, unit};
 use crate::simd::{Kernel, QuantizedTile, STRIP, Simd};
 
 /// How many bytes a product runs ahead of itself.
@@ -53,6 +53,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn sums(self, vectors: &[__m256; 8]) -> [f32; 8] {
+        // SAFETY: the token proves the features.
+        unsafe { sums(vectors) }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(self, pointer: *const f32) -> __m256 {
         // SAFETY: the token proves the features; the caller vouches for the elements.
         unsafe { _mm256_loadu_ps(pointer) }
@@ -80,28 +86,107 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        // SAFETY: every x86-64 CPU has the instruction, which reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+    }
+
+    #[inline(always)]
+    fn quantize_block(self, values: &[f32; BLOCK]) -> ActivationBlock {
+        // SAFETY: the token proves the features.
+        unsafe { quantize_block(values) }
+    }
+
+    #[inline(always)]
     fn quantized_tile(self, tile: QuantizedTile<'_>) {
         let (sums, _) = tile.sums.as_chunks_mut::<STRIP>();
         // SAFETY: the token proves the features.
         unsafe {
             match tile.format {
-                Format::Q8 => q8(tile.first, tile.panel, sums),
-                Format::Q4 => q4(tile.first, tile.panel, sums),
-                Format::Q4K => q4_k(tile.first, tile.panel, sums),
-                Format::Q6K => q6_k(tile.first, tile.panel, sums),
+                Format::Q8 => q8(tile.strips[0], tile.panel, sums),
+                Format::Q4 => q4(tile.strips[0], tile.panel, sums),
+                Format::Q4K => q4_k(tile.strips[0], tile.panel, sums),
+                Format::Q6K => q6_k(tile.strips[0], tile.panel, sums),
                 Format::F32 | Format::F16 | Format::BF16 => {}
             }
         }
     }
 }
 
-/// Asks for the bytes that a product will need soon, which lie beyond the end only as addresses.
+/// Adds the lanes of eight vectors, in the order of [`Simd::sum`]: lane distances 4, 2, 1.
 #[target_feature(enable = "avx2")]
 #[inline]
+fn sums(v: &[__m256; 8]) -> [f32; 8] {
+    let fours = |a, b| {
+        let low = _mm256_permute2f128_ps::<0x20>(a, b);
+        _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(a, b))
+    };
+    let twos = |a, b| {
+        let low = _mm256_shuffle_ps::<0b01_00_01_00>(a, b);
+        _mm256_add_ps(low, _mm256_shuffle_ps::<0b11_10_11_10>(a, b))
+    };
+    let a = twos(fours(v[0], v[1]), fours(v[2], v[3]));
+    let b = twos(fours(v[4], v[5]), fours(v[6], v[7]));
+    let low = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
+    let ones = _mm256_add_ps(low, _mm256_shuffle_ps::<0b11_01_11_01>(a, b));
+    let ones = _mm256_permutevar8x32_ps(ones, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    let mut out = [0.0; 8];
+    // SAFETY: the array has 32 bytes.
+    unsafe { _mm256_storeu_ps(out.as_mut_ptr(), ones) };
+    out
+}
+
+/// Activations in int8. The conversion rounds ties to even, as the reference does.
+#[target_feature(enable = "avx2")]
+#[inline]
+pub(super) fn quantize_block(values: &[f32; BLOCK]) -> ActivationBlock {
+    let load = |i: usize| {
+        let eight = &values[i * 8..i * 8 + 8];
+        // SAFETY: the slice has 32 bytes.
+        unsafe { _mm256_loadu_ps(eight.as_ptr()) }
+    };
+    let values = [load(0), load(1), load(2), load(3)];
+    let magnitudes = values
+        .map(|values| _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(i32::MAX)));
+    // The bits of magnitudes are ordered like the magnitudes, with NaN above all of them.
+    let eight = _mm256_max_epi32(
+        _mm256_max_epi32(magnitudes[0], magnitudes[1]),
+        _mm256_max_epi32(magnitudes[2], magnitudes[3]),
+    );
+    let four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+    let two = _mm_max_epi32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
+    let one = _mm_max_epi32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
+    let (scale, inverse) = unit(f32::from_bits(_mm_cvtsi128_si32(one).cast_unsigned()));
+    let inverse = _mm256_set1_ps(inverse);
+    let [a, b, c, d] = values.map(|values| _mm256_cvtps_epi32(_mm256_mul_ps(values, inverse)));
+    let bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    let bytes = _mm256_permutevar8x32_epi32(bytes, order);
+    let fours = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+    let fours = _mm256_madd_epi16(fours, _mm256_set1_epi16(1));
+    let sixteens = _mm256_add_epi32(fours, _mm256_shuffle_epi32::<0b01_00_11_10>(fours));
+    let sixteens = _mm256_add_epi32(sixteens, _mm256_shuffle_epi32::<0b10_11_00_01>(sixteens));
+    let sums = [_mm256_extract_epi32::<0>(sixteens), _mm256_extract_epi32::<4>(sixteens)];
+    let sum = sums[0] + sums[1];
+    let mut block = ActivationBlock {
+        scale,
+        scaled_sum: scale * sum as f32,
+        offset: -8 * sum,
+        half_offsets: sums.map(|sum| (-8 * sum) as i16),
+        ..ActivationBlock::default()
+    };
+    // SAFETY: the groups have 32 bytes.
+    unsafe { _mm256_storeu_si256(block.groups.as_mut_ptr().cast(), bytes) };
+    block
+}
+
+/// Asks for the bytes that a product will need soon, which lie beyond the end only as addresses.
+#[inline(always)]
 pub(super) fn prefetch<T>(block: &T) {
     let ahead = std::ptr::from_ref(block).cast::<i8>().wrapping_add(PREFETCH);
     for line in (0..size_of::<T>()).step_by(64) {
-        _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line));
+        // SAFETY: every x86-64 CPU has the instruction, which reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line)) };
     }
 }
 
@@ -128,12 +213,19 @@ fn load_bytes(bytes: &[u8; STRIP]) -> __m256i {
     _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(*bytes)))
 }
 
-/// Eight int8 as floats.
+/// Eight int8 as int32.
 #[target_feature(enable = "avx2")]
 #[inline]
-fn load_signed(bytes: &[i8; STRIP]) -> __m256 {
+fn load_signed(bytes: &[i8; STRIP]) -> __m256i {
     let bytes = _mm_cvtsi64_si128(i64::from_le_bytes(bytes.map(i8::cast_unsigned)));
-    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
+    _mm256_cvtepi8_epi32(bytes)
+}
+
+/// Two int16 in the low and the high half of every lane.
+#[target_feature(enable = "avx2")]
+#[inline]
+fn both(low: __m256i, high: __m256i) -> __m256i {
+    _mm256_blend_epi16::<0b1010_1010>(low, _mm256_slli_epi32::<16>(high))
 }
 
 /// The 32 columns of 8 rows in groups, from nibbles.
@@ -236,7 +328,7 @@ fn q4_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
-    let (three, ones) = (_mm256_set1_epi8(0x30), _mm256_set1_epi16(1));
+    let three = _mm256_set1_epi8(0x30);
     for (k, block) in PackedQ6K::strip(strip).iter().enumerate() {
         let scales = load_scales(&block.scales);
         for sub in 0..8 {
@@ -254,22 +346,26 @@ fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
                 _mm256_or_si256(low[6], _mm256_and_si256(_mm256_srli_epi16::<2>(a), three)),
                 _mm256_or_si256(low[7], _mm256_and_si256(_mm256_srli_epi16::<2>(b), three)),
             ];
-            let first = _mm256_mul_ps(scales, load_signed(&block.sub_scales[sub * 2]));
-            let second = _mm256_mul_ps(scales, load_signed(&block.sub_scales[sub * 2 + 1]));
+            let first = load_signed(&block.sub_scales[sub * 2]);
+            let second = load_signed(&block.sub_scales[sub * 2 + 1]);
+            let (offsets, first, second) = (
+                _mm256_slli_epi16::<2>(both(first, second)),
+                both(first, first),
+                both(second, second),
+            );
             for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
                 let g = &x.groups;
                 // A sum of two pairs is at most 2 · 2 · 63 · 127, which an int16 holds; more is not.
-                let half = |i: usize| {
-                    let a = _mm256_add_epi16(pairs(w[i], g[i]), pairs(w[i + 1], g[i + 1]));
-                    let b = _mm256_add_epi16(pairs(w[i + 2], g[i + 2]), pairs(w[i + 3], g[i + 3]));
-                    _mm256_add_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones))
+                let quarter =
+                    |i: usize| _mm256_add_epi16(pairs(w[i], g[i]), pairs(w[i + 1], g[i + 1]));
+                let half = |i: usize, scale| {
+                    let a = _mm256_madd_epi16(quarter(i), scale);
+                    _mm256_add_epi32(a, _mm256_madd_epi16(quarter(i + 2), scale))
                 };
-                let low = _mm256_set1_epi32(x.low_offset);
-                let high = _mm256_sub_epi32(_mm256_set1_epi32(x.offset), low);
-                let dot = _mm256_add_epi32(half(0), _mm256_slli_epi32::<2>(low));
-                accumulate(sums, dot, first, x.scale);
-                let dot = _mm256_add_epi32(half(4), _mm256_slli_epi32::<2>(high));
-                accumulate(sums, dot, second, x.scale);
+                let offset = _mm256_set1_epi32(bytemuck::cast(x.half_offsets));
+                let dot = _mm256_add_epi32(half(0, first), half(4, second));
+                let dot = _mm256_add_epi32(dot, _mm256_madd_epi16(offset, offsets));
+                accumulate(sums, dot, scales, x.scale);
             }
         }
     }

@@ -1,4 +1,5 @@
-//! AVX-512 with VNNI: two strips at a time, so that a vector is 16 rows × 4 columns.
+//! AVX-512 with VNNI: a vector is 16 rows × 4 columns of two strips, and two pairs of strips share
+//! the broadcasts of activations.
 #![allow(unsafe_code, reason = "intrinsics")]
 
 use std::arch::x86_64::*;
@@ -7,9 +8,9 @@ use half::{bf16, f16};
 
 use crate::isa::Avx512Vnni;
 use crate::matrix::{Format, PackedBlock, PackedQ4, PackedQ4K, PackedQ6K, PackedQ8};
-use crate::quantized_rows::{ActivationBlock, Panel};
-use crate::simd::avx2::prefetch;
-use crate::simd::{Kernel, QuantizedTile, STRIP, Simd};
+use crate::quantized_rows::{ActivationBlock, BLOCK, Panel};
+use crate::simd::avx2::{self, prefetch};
+use crate::simd::{Kernel, MAX_STRIPS, QuantizedTile, STRIP, Simd};
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn run<K: Kernel>(simd: Avx512Vnni, kernel: K) -> K::Output {
@@ -19,7 +20,7 @@ fn run<K: Kernel>(simd: Avx512Vnni, kernel: K) -> K::Output {
 impl Simd for Avx512Vnni {
     type Vector = __m512;
     const LANES: usize = 16;
-    const STRIPS: usize = 2;
+    const STRIPS: usize = 4;
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -52,6 +53,12 @@ impl Simd for Avx512Vnni {
     }
 
     #[inline(always)]
+    fn sums(self, vectors: &[__m512; 8]) -> [f32; 8] {
+        // SAFETY: the token proves the features.
+        unsafe { sums(vectors) }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(self, pointer: *const f32) -> __m512 {
         // SAFETY: the token proves the features; the caller vouches for the elements.
         unsafe { _mm512_loadu_ps(pointer) }
@@ -79,20 +86,71 @@ impl Simd for Avx512Vnni {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        // SAFETY: every x86-64 CPU has the instruction, which reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
+    }
+
+    #[inline(always)]
+    fn quantize_block(self, values: &[f32; BLOCK]) -> ActivationBlock {
+        // SAFETY: the token proves the features.
+        unsafe { avx2::quantize_block(values) }
+    }
+
+    #[inline(always)]
     fn quantized_tile(self, tile: QuantizedTile<'_>) {
         let (sums, _) = tile.sums.as_chunks_mut::<{ 2 * STRIP }>();
-        let strips = [tile.first, tile.second];
+        let (sums, _) = sums.as_chunks_mut::<2>();
         // SAFETY: the token proves the features.
         unsafe {
             match tile.format {
-                Format::Q8 => q8(strips, tile.panel, sums),
-                Format::Q4 => q4(strips, tile.panel, sums),
-                Format::Q4K => q4_k(strips, tile.panel, sums),
-                Format::Q6K => q6_k(strips, tile.panel, sums),
+                Format::Q8 => q8(tile.strips, tile.panel, sums),
+                Format::Q4 => q4(tile.strips, tile.panel, sums),
+                Format::Q4K => q4_k(tile.strips, tile.panel, sums),
+                Format::Q6K => q6_k(tile.strips, tile.panel, sums),
                 Format::F32 | Format::F16 | Format::BF16 => {}
             }
         }
     }
+}
+
+/// The sums of an activation row with the two pairs of strips.
+type Sums = [[f32; 2 * STRIP]; 2];
+
+/// Vectors of eight groups of columns.
+type Groups = [__m512i; 8];
+
+/// The blocks of two pairs of strips, column block by column block.
+#[inline(always)]
+fn blocks<B: PackedBlock>(strips: [&[u8]; MAX_STRIPS]) -> impl Iterator<Item = [[&B; 2]; 2]> {
+    let [a, b, c, d] = strips.map(B::strip);
+    let pairs = a.iter().zip(b).zip(c.iter().zip(d));
+    pairs.map(|((a, b), (c, d))| [[a, b], [c, d]])
+}
+
+/// Adds the lanes of eight vectors, in the order of [`Simd::sum`]: lane distances 8, 4, 2, 1.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn sums(v: &[__m512; 8]) -> [f32; 8] {
+    let eights = |a, b| {
+        let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
+        _mm512_add_ps(low, _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b))
+    };
+    let fours = |a, b| {
+        let low = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+        _mm512_add_ps(low, _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b))
+    };
+    let a = fours(eights(v[0], v[1]), eights(v[2], v[3]));
+    let b = fours(eights(v[4], v[5]), eights(v[6], v[7]));
+    let low = _mm512_shuffle_ps::<0b01_00_01_00>(a, b);
+    let twos = _mm512_add_ps(low, _mm512_shuffle_ps::<0b11_10_11_10>(a, b));
+    let ones = _mm512_add_ps(twos, _mm512_permute_ps::<0b11_11_01_01>(twos));
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
+    let ones = _mm512_permutexvar_ps(order, ones);
+    let mut out = [0.0; 8];
+    // SAFETY: the array has 32 bytes.
+    unsafe { _mm256_storeu_ps(out.as_mut_ptr(), _mm512_castps512_ps256(ones)) };
+    out
 }
 
 /// One vector of 16 rows × 4 columns.
@@ -152,142 +210,178 @@ fn nibbles(first: &[[[u8; 4]; STRIP]; 4], second: &[[[u8; 4]; STRIP]; 4]) -> [__
     ]
 }
 
-/// `start` plus the product of four groups, from group `I`.
+/// `start` plus the products of four groups from group `FIRST`, for both pairs of strips.
 #[target_feature(enable = "avx512f,avx512vnni")]
 #[inline]
-fn dot_half<const I: usize>(start: __m512i, w: &[__m512i; 8], x: &ActivationBlock) -> __m512i {
-    let dot = _mm512_dpbusd_epi32(start, w[I], _mm512_set1_epi32(x.groups[I]));
-    let dot = _mm512_dpbusd_epi32(dot, w[I + 1], _mm512_set1_epi32(x.groups[I + 1]));
-    let dot = _mm512_dpbusd_epi32(dot, w[I + 2], _mm512_set1_epi32(x.groups[I + 2]));
-    _mm512_dpbusd_epi32(dot, w[I + 3], _mm512_set1_epi32(x.groups[I + 3]))
+fn half_dots<const FIRST: usize>(
+    start: __m512i,
+    weights: &[Groups; 2],
+    x: &ActivationBlock,
+) -> [__m512i; 2] {
+    let mut dots = [start; 2];
+    for i in FIRST..FIRST + 4 {
+        let group = _mm512_set1_epi32(x.groups[i]);
+        dots[0] = _mm512_dpbusd_epi32(dots[0], weights[0][i], group);
+        dots[1] = _mm512_dpbusd_epi32(dots[1], weights[1][i], group);
+    }
+    dots
 }
 
-/// `start` plus the product of eight groups.
+/// `start` plus the products of eight groups, for both pairs of strips. Two short chains keep the
+/// units busier than a long one.
 #[target_feature(enable = "avx512f,avx512vnni")]
 #[inline]
-fn dot(start: __m512i, w: &[__m512i; 8], x: &ActivationBlock) -> __m512i {
-    dot_half::<4>(dot_half::<0>(start, w, x), w, x)
+fn dots(start: __m512i, weights: &[Groups; 2], x: &ActivationBlock) -> [__m512; 2] {
+    let [a, b] = half_dots::<0>(start, weights, x);
+    let [c, d] = half_dots::<4>(_mm512_setzero_si512(), weights, x);
+    [_mm512_cvtepi32_ps(_mm512_add_epi32(a, c)), _mm512_cvtepi32_ps(_mm512_add_epi32(b, d))]
 }
 
-/// sums += dot · (scale · x).
+/// sums += value · (scale · x).
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn accumulate(sums: &mut [f32; 2 * STRIP], dot: __m512i, scale: __m512, x: f32) {
+fn accumulate(sums: &mut [f32; 2 * STRIP], value: __m512, scale: __m512, x: f32) {
     // SAFETY: the array has 64 bytes.
     unsafe {
         let scale = _mm512_mul_ps(scale, _mm512_set1_ps(x));
-        let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, _mm512_loadu_ps(sums.as_ptr()));
+        let sum = _mm512_fmadd_ps(value, scale, _mm512_loadu_ps(sums.as_ptr()));
         _mm512_storeu_ps(sums.as_mut_ptr(), sum);
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q4(strips: [&[u8]; 2], panel: Panel<'_>, sums: &mut [[f32; 2 * STRIP]]) {
-    let [first, second] = strips.map(PackedQ4::strip);
-    for (k, (first, second)) in first.iter().zip(second).enumerate() {
-        prefetch(first);
-        prefetch(second);
-        let weights = nibbles(&first.nibbles, &second.nibbles);
-        let scales = load_scales(&first.scales, &second.scales);
+fn q4(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
+    for (k, blocks) in blocks::<PackedQ4>(strips).enumerate() {
+        blocks.as_flattened().iter().for_each(|block| prefetch(*block));
+        let weights = blocks.map(|[a, b]| nibbles(&a.nibbles, &b.nibbles));
+        let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
         for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
-            let dot = dot(_mm512_set1_epi32(x.offset), &weights, x);
-            accumulate(sums, dot, scales, x.scale);
+            let dots = dots(_mm512_set1_epi32(x.offset), &weights, x);
+            for i in 0..2 {
+                accumulate(&mut sums[i], dots[i], scales[i], x.scale);
+            }
         }
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q8(strips: [&[u8]; 2], panel: Panel<'_>, sums: &mut [[f32; 2 * STRIP]]) {
+fn q8(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
     let sign = _mm512_set1_epi8(-128);
-    let [first, second] = strips.map(PackedQ8::strip);
-    for (k, (first, second)) in first.iter().zip(second).enumerate() {
-        prefetch(first);
-        prefetch(second);
+    for (k, blocks) in blocks::<PackedQ8>(strips).enumerate() {
+        blocks.as_flattened().iter().for_each(|block| prefetch(*block));
         // Weights plus 128.
-        let load = |i: usize| _mm512_xor_si512(load(&first.values[i], &second.values[i]), sign);
-        let weights = [load(0), load(1), load(2), load(3), load(4), load(5), load(6), load(7)];
-        let scales = load_scales(&first.scales, &second.scales);
+        let weights = blocks.map(|[a, b]| {
+            let load = |i: usize| _mm512_xor_si512(load(&a.values[i], &b.values[i]), sign);
+            [load(0), load(1), load(2), load(3), load(4), load(5), load(6), load(7)]
+        });
+        let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
         for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
             let start = _mm512_slli_epi32::<4>(_mm512_set1_epi32(x.offset));
-            accumulate(sums, dot(start, &weights, x), scales, x.scale);
+            let dots = dots(start, &weights, x);
+            for i in 0..2 {
+                accumulate(&mut sums[i], dots[i], scales[i], x.scale);
+            }
         }
     }
 }
 
+/// The scales and minima of a sub-block.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn q4_k_scales([a, b]: [&PackedQ4K; 2], sub: usize) -> [__m512; 2] {
+    let low = _mm512_cvtepu8_epi32(sixteen(&a.low[sub], &b.low[sub]));
+    let high = _mm512_cvtepu8_epi32(sixteen(&a.high[sub % 4], &b.high[sub % 4]));
+    let high = if sub < 4 { high } else { _mm512_srli_epi32::<4>(high) };
+    let (four, two) = (_mm512_set1_epi32(15), _mm512_set1_epi32(0x30));
+    let scale = _mm512_or_si512(
+        _mm512_and_si512(low, four),
+        _mm512_and_si512(_mm512_slli_epi32::<4>(high), two),
+    );
+    let min = _mm512_or_si512(
+        _mm512_srli_epi32::<4>(low),
+        _mm512_and_si512(_mm512_slli_epi32::<2>(high), two),
+    );
+    [
+        _mm512_mul_ps(load_scales(&a.scales, &b.scales), _mm512_cvtepi32_ps(scale)),
+        _mm512_mul_ps(load_scales(&a.mins, &b.mins), _mm512_cvtepi32_ps(min)),
+    ]
+}
+
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q4_k(strips: [&[u8]; 2], panel: Panel<'_>, sums: &mut [[f32; 2 * STRIP]]) {
-    let [first, second] = strips.map(PackedQ4K::strip);
-    for (k, (first, second)) in first.iter().zip(second).enumerate() {
-        let scales = load_scales(&first.scales, &second.scales);
-        let mins = load_scales(&first.mins, &second.mins);
+fn q4_k(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
+    for (k, blocks) in blocks::<PackedQ4K>(strips).enumerate() {
         for sub in 0..8 {
-            prefetch(&first.nibbles[sub]);
-            prefetch(&second.nibbles[sub]);
-            let weights = nibbles(&first.nibbles[sub], &second.nibbles[sub]);
-            let low = _mm512_cvtepu8_epi32(sixteen(&first.low[sub], &second.low[sub]));
-            let high = _mm512_cvtepu8_epi32(sixteen(&first.high[sub % 4], &second.high[sub % 4]));
-            let high = if sub < 4 { high } else { _mm512_srli_epi32::<4>(high) };
-            let (four, two) = (_mm512_set1_epi32(15), _mm512_set1_epi32(0x30));
-            let scale = _mm512_or_si512(
-                _mm512_and_si512(low, four),
-                _mm512_and_si512(_mm512_slli_epi32::<4>(high), two),
-            );
-            let min = _mm512_or_si512(
-                _mm512_srli_epi32::<4>(low),
-                _mm512_and_si512(_mm512_slli_epi32::<2>(high), two),
-            );
-            let scale = _mm512_mul_ps(scales, _mm512_cvtepi32_ps(scale));
-            let min = _mm512_mul_ps(mins, _mm512_cvtepi32_ps(min));
+            blocks.as_flattened().iter().for_each(|block| prefetch(&block.nibbles[sub]));
+            let weights = blocks.map(|[a, b]| nibbles(&a.nibbles[sub], &b.nibbles[sub]));
+            let scales = blocks.map(|pair| q4_k_scales(pair, sub));
             for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
-                accumulate(sums, dot(_mm512_setzero_si512(), &weights, x), scale, x.scale);
-                // SAFETY: the array has 64 bytes.
-                unsafe {
-                    let sum = _mm512_loadu_ps(sums.as_ptr());
-                    let sum = _mm512_fnmadd_ps(min, _mm512_set1_ps(x.scaled_sum), sum);
-                    _mm512_storeu_ps(sums.as_mut_ptr(), sum);
+                let dots = dots(_mm512_setzero_si512(), &weights, x);
+                for i in 0..2 {
+                    let [scale, min] = scales[i];
+                    accumulate(&mut sums[i], dots[i], scale, x.scale);
+                    // SAFETY: the array has 64 bytes.
+                    unsafe {
+                        let sum = _mm512_loadu_ps(sums[i].as_ptr());
+                        let sum = _mm512_fnmadd_ps(min, _mm512_set1_ps(x.scaled_sum), sum);
+                        _mm512_storeu_ps(sums[i].as_mut_ptr(), sum);
+                    }
                 }
             }
         }
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q6_k(strips: [&[u8]; 2], panel: Panel<'_>, sums: &mut [[f32; 2 * STRIP]]) {
+/// The 6-bit values of a sub-block.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn q6_k_values([first, second]: [&PackedQ6K; 2], sub: usize) -> Groups {
     let three = _mm512_set1_epi32(0x3030_3030);
-    let [first, second] = strips.map(PackedQ6K::strip);
-    for (k, (first, second)) in first.iter().zip(second).enumerate() {
-        let scales = load_scales(&first.scales, &second.scales);
+    let low = nibbles(&first.low[sub], &second.low[sub]);
+    let a = load(&first.high[sub][0], &second.high[sub][0]);
+    let b = load(&first.high[sub][1], &second.high[sub][1]);
+    let with = |low, high| _mm512_or_si512(low, _mm512_and_si512(high, three));
+    [
+        with(low[0], _mm512_slli_epi32::<4>(a)),
+        with(low[1], _mm512_slli_epi32::<4>(b)),
+        with(low[2], _mm512_slli_epi32::<2>(a)),
+        with(low[3], _mm512_slli_epi32::<2>(b)),
+        with(low[4], a),
+        with(low[5], b),
+        with(low[6], _mm512_srli_epi32::<2>(a)),
+        with(low[7], _mm512_srli_epi32::<2>(b)),
+    ]
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn q6_k(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
+    for (k, blocks) in blocks::<PackedQ6K>(strips).enumerate() {
+        let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
         for sub in 0..8 {
-            for block in [first, second] {
+            for block in blocks.as_flattened() {
                 prefetch(&block.low[sub]);
                 prefetch(&block.high[sub]);
             }
-            let low = nibbles(&first.low[sub], &second.low[sub]);
-            let a = load(&first.high[sub][0], &second.high[sub][0]);
-            let b = load(&first.high[sub][1], &second.high[sub][1]);
-            let with = |low, high| _mm512_or_si512(low, _mm512_and_si512(high, three));
-            let weights = [
-                with(low[0], _mm512_slli_epi32::<4>(a)),
-                with(low[1], _mm512_slli_epi32::<4>(b)),
-                with(low[2], _mm512_slli_epi32::<2>(a)),
-                with(low[3], _mm512_slli_epi32::<2>(b)),
-                with(low[4], a),
-                with(low[5], b),
-                with(low[6], _mm512_srli_epi32::<2>(a)),
-                with(low[7], _mm512_srli_epi32::<2>(b)),
-            ];
-            let sub_scale = |i: usize| {
-                let bytes = sixteen(&first.sub_scales[i], &second.sub_scales[i]);
-                _mm512_mul_ps(scales, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)))
-            };
-            let (scale_0, scale_1) = (sub_scale(sub * 2), sub_scale(sub * 2 + 1));
+            let weights = blocks.map(|pair| q6_k_values(pair, sub));
+            let sub_scales = blocks.map(|[a, b]| {
+                let load = |i: usize| {
+                    let bytes = sixteen(&a.sub_scales[i], &b.sub_scales[i]);
+                    _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+                };
+                [load(sub * 2), load(sub * 2 + 1)]
+            });
+            // Four times the one or the other of a pair of int16.
+            let (first, second) = (_mm512_set1_epi32(4), _mm512_set1_epi32(4 << 16));
             for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
-                let low = _mm512_set1_epi32(x.low_offset);
-                let high = _mm512_sub_epi32(_mm512_set1_epi32(x.offset), low);
-                let dot = dot_half::<0>(_mm512_slli_epi32::<2>(low), &weights, x);
-                accumulate(sums, dot, scale_0, x.scale);
-                let dot = dot_half::<4>(_mm512_slli_epi32::<2>(high), &weights, x);
-                accumulate(sums, dot, scale_1, x.scale);
+                let offsets = _mm512_set1_epi32(bytemuck::cast(x.half_offsets));
+                let first = half_dots::<0>(_mm512_madd_epi16(offsets, first), &weights, x);
+                let second = half_dots::<4>(_mm512_madd_epi16(offsets, second), &weights, x);
+                for i in 0..2 {
+                    // Exact: both terms and their sum are integers below 2²⁴.
+                    let dot = _mm512_mul_ps(_mm512_cvtepi32_ps(first[i]), sub_scales[i][0]);
+                    let second = _mm512_cvtepi32_ps(second[i]);
+                    let dot = _mm512_fmadd_ps(second, sub_scales[i][1], dot);
+                    accumulate(&mut sums[i], dot, scales[i], x.scale);
+                }
             }
         }
     }

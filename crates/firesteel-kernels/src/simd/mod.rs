@@ -11,10 +11,13 @@ mod scalar;
 use half::{bf16, f16};
 
 use crate::matrix::Format;
-use crate::quantized_rows::Panel;
+use crate::quantized_rows::{ActivationBlock, BLOCK, Panel, quantize_block};
 
 /// Rows of a packed quantized matrix that are interleaved.
 pub(crate) const STRIP: usize = 8;
+
+/// Strips that an instruction set computes at once, at most.
+pub(crate) const MAX_STRIPS: usize = 4;
 
 /// Code that is compiled once for every instruction set. `run` must be `#[inline(always)]`, and so
 /// must be what it calls, or that part is compiled for the baseline.
@@ -31,7 +34,7 @@ pub(crate) trait Simd: Copy {
     type Vector: Copy;
     /// How many.
     const LANES: usize;
-    /// Strips that [`Simd::quantized_tile`] computes at once: 1 or 2.
+    /// Strips that [`Simd::quantized_tile`] computes at once, at most [`MAX_STRIPS`].
     const STRIPS: usize;
 
     /// Runs a kernel compiled with this instruction set enabled.
@@ -44,6 +47,12 @@ pub(crate) trait Simd: Copy {
 
     /// The sum of the lanes, in an order that is fixed.
     fn sum(self, vector: Self::Vector) -> f32;
+
+    /// The [`Simd::sum`] of each of eight vectors.
+    #[inline(always)]
+    fn sums(self, vectors: &[Self::Vector; 8]) -> [f32; 8] {
+        vectors.map(|vector| self.sum(vector))
+    }
 
     /// # Safety
     ///
@@ -65,13 +74,26 @@ pub(crate) trait Simd: Copy {
     /// `LANES` elements can be written.
     unsafe fn store(self, vector: Self::Vector, pointer: *mut f32);
 
+    /// Asks for the cache line at an address, which need not be one that can be read.
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        let _ = address;
+    }
+
+    /// Activations in int8, as [`crate::QuantizedRows::quantize`] defines them.
+    #[inline(always)]
+    fn quantize_block(self, values: &[f32; BLOCK]) -> ActivationBlock {
+        quantize_block(values)
+    }
+
     /// The products of `STRIPS` strips of packed weights with the rows of a panel, for all columns:
-    /// `sums[row][strip row]`. A missing second strip is written with anything.
+    /// `sums[row][strip row]`.
     ///
     /// For every block of 32 columns, in their order, the f32 sum s of an element becomes:
     /// - Q8, Q4: fma(dot, d·x, s);
     /// - Q4K: fma(−(dmin·m), x·Σq, fma(dot, (d·sc)·x, s));
-    /// - Q6K: for each half of the block, fma(dot, (d·sc)·x, s);
+    /// - Q6K: fma(sc·dot + sc'·dot', d·x, s), the sum over both halves of the block being an exact
+    ///   integer below 2²⁴;
     ///
     /// where dot is the exact integer product and x the scale of the activations' block.
     fn quantized_tile(self, tile: QuantizedTile<'_>);
@@ -80,10 +102,8 @@ pub(crate) trait Simd: Copy {
 /// The arguments of [`Simd::quantized_tile`].
 pub(crate) struct QuantizedTile<'a> {
     pub(crate) format: Format,
-    /// The first strip's bytes.
-    pub(crate) first: &'a [u8],
-    /// The second strip's bytes; the first again if there is none.
-    pub(crate) second: &'a [u8],
+    /// The bytes of `STRIPS` strips; the last again in place of those beyond the end.
+    pub(crate) strips: [&'a [u8]; MAX_STRIPS],
     pub(crate) panel: Panel<'a>,
     /// `STRIPS` × [`STRIP`] a row of the panel.
     pub(crate) sums: &'a mut [f32],

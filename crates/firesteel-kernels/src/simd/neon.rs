@@ -81,10 +81,10 @@ impl Simd for Neon {
         // SAFETY: the token proves the features.
         unsafe {
             match tile.format {
-                Format::Q8 => q8(tile.first, tile.panel, sums),
-                Format::Q4 => q4(tile.first, tile.panel, sums),
-                Format::Q4K => q4_k(tile.first, tile.panel, sums),
-                Format::Q6K => q6_k(tile.first, tile.panel, sums),
+                Format::Q8 => q8(tile.strips[0], tile.panel, sums),
+                Format::Q4 => q4(tile.strips[0], tile.panel, sums),
+                Format::Q4K => q4_k(tile.strips[0], tile.panel, sums),
+                Format::Q6K => q6_k(tile.strips[0], tile.panel, sums),
                 Format::F32 | Format::F16 | Format::BF16 => {}
             }
         }
@@ -259,18 +259,22 @@ fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
                     weights[group][part] = signed(vorrq_u8(low[part], vandq_u8(high, three)), 32);
                 }
             }
-            let mut halves = [[0.0; STRIP]; 2];
+            let mut halves = [[0; STRIP]; 2];
             for (half, to) in halves.iter_mut().enumerate() {
-                for row in 0..STRIP {
-                    to[row] = scales[row] * f32::from(block.sub_scales[sub * 2 + half][row]);
-                }
+                *to = block.sub_scales[sub * 2 + half].map(i32::from);
             }
             for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
-                for (half, scales) in halves.iter().enumerate() {
-                    let groups = half * 4..half * 4 + 4;
-                    let dot = dot(&weights[groups.clone()], &x.groups[groups]);
-                    accumulate(sums, to_f32(dot), scaled(scales, x.scale));
+                let first = dot(&weights[..4], &x.groups[..4]);
+                let second = dot(&weights[4..], &x.groups[4..]);
+                let mut scaled = [vdupq_n_s32(0); 2];
+                for (part, scaled) in scaled.iter_mut().enumerate() {
+                    // SAFETY: the arrays have two vectors.
+                    let [a, b] = unsafe {
+                        halves.each_ref().map(|half| vld1q_s32(half.as_ptr().add(part * 4)))
+                    };
+                    *scaled = vmlaq_s32(vmulq_s32(first[part], a), second[part], b);
                 }
+                accumulate(sums, to_f32(scaled), self::scaled(&scales, x.scale));
             }
         }
     }

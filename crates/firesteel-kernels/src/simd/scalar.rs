@@ -65,10 +65,10 @@ impl Simd for Scalar {
     fn quantized_tile(self, tile: QuantizedTile<'_>) {
         let (sums, _) = tile.sums.as_chunks_mut::<STRIP>();
         match tile.format {
-            Format::Q8 => q8(tile.first, tile.panel, sums),
-            Format::Q4 => q4(tile.first, tile.panel, sums),
-            Format::Q4K => q4_k(tile.first, tile.panel, sums),
-            Format::Q6K => q6_k(tile.first, tile.panel, sums),
+            Format::Q8 => q8(tile.strips[0], tile.panel, sums),
+            Format::Q4 => q4(tile.strips[0], tile.panel, sums),
+            Format::Q4K => q4_k(tile.strips[0], tile.panel, sums),
+            Format::Q6K => q6_k(tile.strips[0], tile.panel, sums),
             Format::F32 | Format::F16 | Format::BF16 => {}
         }
     }
@@ -137,12 +137,13 @@ fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
             for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
                 for (row, sum) in sums.iter_mut().enumerate() {
                     let weight = |group, i| i32::from(block.value(row, sub, group, i)) - 32;
+                    let mut scaled = 0;
                     for half in 0..2 {
-                        let scale = f32::from(block.sub_scales[sub * 2 + half][row]);
-                        let scale = block.scales[row].to_f32() * scale;
-                        let dot = dot(weight, x, half * 4..half * 4 + 4);
-                        *sum = (dot as f32).mul_add(scale * x.scale, *sum);
+                        let scale = i32::from(block.sub_scales[sub * 2 + half][row]);
+                        scaled += scale * dot(weight, x, half * 4..half * 4 + 4);
                     }
+                    let scale = block.scales[row].to_f32() * x.scale;
+                    *sum = (scaled as f32).mul_add(scale, *sum);
                 }
             }
         }

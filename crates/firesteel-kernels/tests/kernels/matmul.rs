@@ -46,12 +46,12 @@ fn products_are_right_for_all_sizes() {
         let columns = if format.is_quantized() {
             vec![block, 2 * block, 2048]
         } else {
-            vec![1, 7, 8, 9, 15, 16, 17, 33, 2048]
+            vec![1, 7, 8, 9, 15, 16, 17, 33, 511, 512, 513, 1029, 2048]
         };
-        for n in [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 130] {
+        for n in [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 130] {
             for k in &columns {
                 let weights = Weights::new(format, n, *k, &row_major(format, n, *k, 5));
-                for m in [1, 2, 3, 4, 7, 65] {
+                for m in [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65] {
                     if n * k * m > 2_000_000 {
                         continue;
                     }
@@ -93,7 +93,7 @@ fn long_rows_keep_their_precision() {
 #[test]
 fn quantized_products_are_the_same_bytes_everywhere() {
     for format in [Format::Q8, Format::Q4, Format::Q4K, Format::Q6K] {
-        let (n, k, m) = (43, 1024, 70);
+        let (n, k, m) = (43, 1024, 130);
         let weights = Weights::new(format, n, k, &row_major(format, n, k, 7));
         let x = Random::new(11).units(m * k);
         let expected = bits(&run(Isa::available()[0], 1, &weights, &x, m));
@@ -109,7 +109,7 @@ fn quantized_products_are_the_same_bytes_everywhere() {
 #[test]
 fn neither_threads_nor_other_rows_change_a_product() {
     for format in Format::ALL {
-        let (n, k, m) = (37, 512, 67);
+        let (n, k, m) = (37, 768, 131);
         let weights = Weights::new(format, n, k, &row_major(format, n, k, 8));
         let x = Random::new(12).units(m * k);
         for isa in Isa::available() {
@@ -117,7 +117,7 @@ fn neither_threads_nor_other_rows_change_a_product() {
             for threads in [2, 3] {
                 assert!(bits(&run(isa, threads, &weights, &x, m)) == all, "{format} {threads}");
             }
-            for j in [0, 1, 63, 66] {
+            for j in [0, 1, 63, 64, 127, 128, 130] {
                 let one = bits(&run(isa, 1, &weights, &x[j * k..(j + 1) * k], 1));
                 assert!(one == all[j * n..(j + 1) * n], "{} {format} row {j}", isa.name());
             }
