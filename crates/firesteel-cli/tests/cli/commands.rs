@@ -1370,6 +1370,11 @@ fn refusals() {
         (run(&["generate", SPARK_TINY, "--prompt", ""]), "the prompt is empty"),
         (run(&["generate", SPARK_TINY, "--prompt", "a", "--context", "0"]), "context is 0"),
         (run(&["bench", "export", "--runs", "0"]), "--runs 0: an even number is needed"),
+        (run(&["bench", "decode", SPARK_TINY, "--chunk", "0"]), "--chunk and --runs: 1 or more"),
+        (
+            run(&["bench", "decode", SPARK_TINY, "--position", "90", "--context", "100"]),
+            "--context 100: 154 tokens are measured, and have to fit",
+        ),
     ];
     let mut wrong = Vec::new();
     for (arguments, expected) in &cases {

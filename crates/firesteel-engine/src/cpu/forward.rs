@@ -46,22 +46,24 @@ pub(super) trait Part {
     fn visible(&self, kind: LayerKind) -> &[Range<usize>];
 }
 
-/// Activations of a forward, kept from one to the next.
+/// Activations of a forward, kept from one to the next. Values that are never needed at the same
+/// time share memory, because a prompt's activations are large.
 #[derive(Default)]
 pub(super) struct Scratch {
     /// `[rows, H]`: the residual stream.
     pub(super) hidden: Vec<f32>,
     /// `[rows, V]`, where they do not go to one sequence.
     pub(super) logits: Vec<f32>,
+    /// `[rows, H]`: the normed stream, and what is added to the stream.
     normed: Vec<f32>,
     quantized: QuantizedRows,
-    qkv: Vec<f32>,
+    /// Queries, keys and values, then what the heads attended to, then the gate of the feed-forward
+    /// part.
+    first: Vec<f32>,
+    /// Rotated queries, then the other half of the feed-forward part.
+    second: Vec<f32>,
+    /// `[rows, heads]`
     gates: Vec<f32>,
-    queries: Vec<f32>,
-    attended: Vec<f32>,
-    projected: Vec<f32>,
-    gate: Vec<f32>,
-    up: Vec<f32>,
 }
 
 /// A forward through the layers of a model.
@@ -103,17 +105,17 @@ impl Forward<'_> {
             model,
             &scratch.normed,
             &mut scratch.quantized,
-            [(&weights.qkv, &mut scratch.qkv), (&weights.head_gate, &mut scratch.gates)],
+            [(&weights.qkv, &mut scratch.first), (&weights.head_gate, &mut scratch.gates)],
         )?;
         let last = index + 1 == model.layers.len();
         let needed = |part: &P| if last { part.needed() } else { 0..part.tokens() };
-        scratch.queries.clear();
+        scratch.second.clear();
         // Rows of the hidden state and of the gates that go on, moved together.
         let (mut first, mut kept) = (0, 0);
         for part in &mut *parts {
             let (tokens, needed) = (part.tokens(), needed(part));
             let rows = (heads + 2 * shared) * width;
-            let qkv = &mut scratch.qkv[first * rows..(first + tokens) * rows];
+            let qkv = &mut scratch.first[first * rows..(first + tokens) * rows];
             for (token, row) in qkv.chunks_exact_mut(rows).enumerate() {
                 let (turning, values) = row.split_at_mut((heads + shared) * width);
                 let (cos, sin) = part.rotary(weights.kind);
@@ -124,7 +126,7 @@ impl Forward<'_> {
                 let (queries, keys) = turning.split_at(heads * width);
                 part.store(index, token, keys, values)?;
                 if needed.contains(&token) {
-                    scratch.queries.extend_from_slice(queries);
+                    scratch.second.extend_from_slice(queries);
                 }
             }
             let from = first + needed.start..first + needed.end;
@@ -135,7 +137,7 @@ impl Forward<'_> {
         }
         scratch.hidden.truncate(kept * hidden_size);
         scratch.gates.truncate(kept * heads);
-        scratch.attended.resize(kept * heads * width, 0.0);
+        scratch.first.resize(kept * heads * width, 0.0);
         let mut rows = 0..0;
         for part in parts {
             let needed = needed(part);
@@ -149,26 +151,26 @@ impl Forward<'_> {
                     queries: needed.len(),
                 },
                 scale: 1.0 / (width as f32).sqrt(),
-                queries: &scratch.queries[elements.clone()],
+                queries: &scratch.second[elements.clone()],
                 segments: &part.segments(index)?,
                 visible: &part.visible(weights.kind)[needed],
             };
-            attention(model.isa, &model.pool, &arguments, &mut scratch.attended[elements])?;
+            attention(model.isa, &model.pool, &arguments, &mut scratch.first[elements])?;
         }
         if kept == 0 {
             return Ok(());
         }
         ops::sigmoid(model.isa, &mut scratch.gates);
-        for (head, gate) in scratch.attended.chunks_exact_mut(width).zip(&scratch.gates) {
+        for (head, gate) in scratch.first.chunks_exact_mut(width).zip(&scratch.gates) {
             ops::scale(head, *gate);
         }
         products(
             model,
-            &scratch.attended,
+            &scratch.first,
             &mut scratch.quantized,
-            [(&weights.attention_out, &mut scratch.projected)],
+            [(&weights.attention_out, &mut scratch.normed)],
         )?;
-        Ok(ops::add(&mut scratch.hidden, &scratch.projected)?)
+        Ok(ops::add(&mut scratch.hidden, &scratch.normed)?)
     }
 
     /// Adds the feed-forward part to the hidden state.
@@ -179,18 +181,18 @@ impl Forward<'_> {
             model,
             &scratch.normed,
             &mut scratch.quantized,
-            [(&weights.mlp_gate, &mut scratch.gate), (&weights.mlp_up, &mut scratch.up)],
+            [(&weights.mlp_gate, &mut scratch.first), (&weights.mlp_up, &mut scratch.second)],
         )?;
         let rows = MIN_ROWS * weights.mlp_gate.rows().max(1);
-        let pieces = scratch.gate.chunks_mut(rows).zip(scratch.up.chunks(rows));
+        let pieces = scratch.first.chunks_mut(rows).zip(scratch.second.chunks(rows));
         spread(&model.pool, pieces, |(gate, up)| ops::gated_gelu(model.isa, gate, up))?;
         products(
             model,
-            &scratch.gate,
+            &scratch.first,
             &mut scratch.quantized,
-            [(&weights.mlp_down, &mut scratch.projected)],
+            [(&weights.mlp_down, &mut scratch.normed)],
         )?;
-        Ok(ops::add(&mut scratch.hidden, &scratch.projected)?)
+        Ok(ops::add(&mut scratch.hidden, &scratch.normed)?)
     }
 
     /// The logits of the rows `rows` of the hidden state, `[rows, V]`.
