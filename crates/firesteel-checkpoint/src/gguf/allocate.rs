@@ -14,6 +14,7 @@ const STEPS: [WeightFormat; 4] =
 
 /// A matrix that gets a larger format than the options say.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Raised {
     /// Name of the weight.
     pub name: String,
@@ -21,6 +22,8 @@ pub struct Raised {
     pub from: WeightFormat,
     /// Format that it gets.
     pub to: WeightFormat,
+    /// The harm in the two formats.
+    pub harm: [f64; 2],
 }
 
 /// What harm an error does, by the name of the weight: the factor of the expected squared error of
@@ -119,8 +122,9 @@ impl Ladder {
     }
 
     fn raised(self) -> Option<Raised> {
-        let (from, to) = (self.rungs.first()?.0, self.rungs.get(self.at)?.0);
-        (from != to).then_some(Raised { name: self.name, from, to })
+        let (&(from, _, before), &(to, _, after)) =
+            (self.rungs.first()?, self.rungs.get(self.at)?);
+        (from != to).then_some(Raised { name: self.name, from, to, harm: [before, after] })
     }
 }
 

@@ -188,7 +188,10 @@ impl Quantize {
         let (bytes, elements) = tensors
             .iter()
             .fold((0u64, 0u64), |(b, e), tensor| (b + tensor.bytes, e + tensor.elements));
-        let shown = |raised: &Raised| format!("{}: {} to {}", raised.name, raised.from, raised.to);
+        let shown = |raised: &Raised| {
+            let Raised { name, from, to, harm: [before, after], .. } = raised;
+            format!("{name}: {from} to {to}, harm {before:.2e} to {after:.2e}")
+        };
         let report = Report {
             path: self.out.display().to_string(),
             bytes: written.bytes,
