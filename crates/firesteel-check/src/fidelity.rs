@@ -404,7 +404,10 @@ mod tests {
         assert_eq!(text(&mut three, &[0, 0]), vocabulary);
         assert_eq!(text(&mut broken, &[0]), "1 tokens given, but a sequence takes two at least");
         let broken = text(&mut broken, &[0, 0]);
-        assert!(broken.starts_with("c at position 0: logits is not finite at element 1"), "{broken}");
+        assert!(
+            broken.starts_with("c at position 0: logits is not finite at element 1"),
+            "{broken}"
+        );
         let mut other = table("b", &[&[0.0, 0.0], &[0.0, 0.0]]);
         let mut prompt = |ids: Vec<u32>| {
             let result = compare_prompts(&mut two, &mut other, &[ids], &options);

@@ -118,9 +118,9 @@ impl Calibration {
                 let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
                 let runner = engine.runner(spec.clone())?;
                 let mut x = vec![0.0; part.len() * spec.hidden_size];
-                embedding.lookup(part, &mut x).map_err(|error| EngineError::Calibration {
-                    reason: error.to_string(),
-                })?;
+                embedding
+                    .lookup(part, &mut x)
+                    .map_err(|error| EngineError::Calibration { reason: error.to_string() })?;
                 let step = state.prepare(&spec, &x)?;
                 let inputs = state.inputs(&spec, &step)?;
                 let outputs = runner.observed_step(&inputs, &mut calibration)?;
@@ -158,9 +158,8 @@ impl Calibration {
         let output = |weight: &Weight| {
             self.matrices.get(weight.name()).map_or(1.0, |moments| moments.output.mean())
         };
-        let stream = |weight: &Weight| {
-            self.residuals.get(weight.name()).map_or(1.0, Geometric::mean)
-        };
+        let stream =
+            |weight: &Weight| self.residuals.get(weight.name()).map_or(1.0, Geometric::mean);
         let mut effects = HashMap::new();
         let mut add = |weight: &Weight, effect: f64| {
             effects.insert(weight.name().to_owned(), effect);

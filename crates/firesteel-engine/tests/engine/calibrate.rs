@@ -102,9 +102,8 @@ fn sequences_begin_anew_and_threads_do_not_matter() {
 #[test]
 fn texts_that_cannot_be_run_are_refused() {
     let checkpoint = checkpoint("mini");
-    let error = |ids: &[u32]| {
-        Calibration::run(&checkpoint, ids, 8, &mut |_| {}).unwrap_err().to_string()
-    };
+    let error =
+        |ids: &[u32]| Calibration::run(&checkpoint, ids, 8, &mut |_| {}).unwrap_err().to_string();
     assert_eq!(error(&[]), "the calibration cannot be run: the text has no tokens");
     assert!(error(&[u32::MAX]).contains("token id 4294967295 has no row"));
 }
