@@ -263,3 +263,158 @@ impl Rows {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The logits after a token depend on that token alone; takes two tokens at most at once.
+    struct Table {
+        name: &'static str,
+        rows: Vec<Vec<f32>>,
+        context: usize,
+        position: usize,
+        pending: usize,
+    }
+
+    fn table(name: &'static str, rows: &[&[f32]]) -> Table {
+        let rows = rows.iter().map(|row| row.to_vec()).collect();
+        Table { name, rows, context: 16, position: 0, pending: 0 }
+    }
+
+    impl Decoder for Table {
+        fn name(&self) -> &str {
+            self.name
+        }
+        fn vocab_size(&self) -> usize {
+            self.rows[0].len()
+        }
+        fn embedding_rows(&self) -> usize {
+            self.rows.len()
+        }
+        fn context(&self) -> usize {
+            self.context
+        }
+        fn position(&self) -> usize {
+            self.position
+        }
+        fn cache_bytes(&self) -> usize {
+            0
+        }
+        fn chunk(&self, left: usize) -> usize {
+            left.min(2)
+        }
+        fn gives_all_logits(&self, _: usize) -> bool {
+            true
+        }
+        fn forward(
+            &mut self,
+            ids: &[u32],
+            wanted: Wanted,
+            logits: &mut Vec<f32>,
+        ) -> Result<(), RunnerError> {
+            assert!(self.position + ids.len() <= self.context);
+            self.pending = ids.len();
+            let ids = if wanted == Wanted::Last { &ids[ids.len() - 1..] } else { ids };
+            logits.clear();
+            ids.iter().for_each(|id| logits.extend(&self.rows[*id as usize]));
+            Ok(())
+        }
+        fn commit(&mut self, tokens: usize) -> Result<(), RunnerError> {
+            assert_eq!(tokens, self.pending);
+            self.position += tokens;
+            Ok(())
+        }
+        fn clear(&mut self) {
+            self.position = 0;
+        }
+    }
+
+    const LN_2: f32 = std::f32::consts::LN_2;
+
+    #[test]
+    fn a_text_has_its_known_divergence_and_perplexity() {
+        // After token 0 p = (2/3, 1/3) and q = (1/3, 2/3): KL = ln 2 / 3. After token 1 both are
+        // even.
+        let mut reference = table("a", &[&[LN_2, 0.0], &[0.0, 0.0]]);
+        let mut test = table("b", &[&[0.0, LN_2], &[0.0, 0.0]]);
+        let ids = [0, 0, 1, 0, 0];
+        let report = compare_text(&mut reference, &mut test, &ids, 3, 1.0).unwrap();
+        assert_eq!((report.tokens, report.sequences), (5, 2));
+        let divergence = f64::from(LN_2) / 3.0;
+        assert!((report.kl_mean - divergence * 4.0 / 5.0).abs() < 1e-7, "{report:?}");
+        assert!((report.kl_max - divergence).abs() < 1e-7);
+        assert_eq!(report.kl_p99, report.kl_max);
+        // Predicted are 0 0 in the first sequence, 0 1 in it, and 0 0 in the second.
+        let mean = (2.0 * 1.5f64.ln() + 3f64.ln()) / 3.0;
+        assert!((report.reference_perplexity - mean.exp()).abs() < 1e-6, "{report:?}");
+        let mean = (2.0 * 3f64.ln() + 1.5f64.ln()) / 3.0;
+        assert!((report.test_perplexity - mean.exp()).abs() < 1e-6);
+        let change = report.test_perplexity / report.reference_perplexity - 1.0;
+        assert_eq!(report.perplexity_change, change);
+        assert_eq!((report.disagreements, report.near_ties), (4, 4));
+        assert!((report.top1 - 0.2).abs() < 1e-12 && report.top5 == 1.0);
+        let same = compare_text(&mut table("a", &[&[LN_2, 0.0]]), &mut reference, &[0, 0], 2, 1.0);
+        let same = same.unwrap();
+        assert!(same.logits.identical && same.kl_max == 0.0 && same.perplexity_change == 0.0);
+    }
+
+    #[test]
+    fn prompts_are_exact_kept_in_part_or_tied() {
+        // The reference goes 0 → 1 → 2 → 3 → 4. The test leaves it after 2, where the reference
+        // is nearly tied, or after 1, where it is not.
+        let row = |best: usize, second: (usize, f32)| {
+            let mut row = [0f32; 5];
+            row[best] = 3.0;
+            row[second.0] = second.1;
+            row
+        };
+        let chain = [row(1, (0, 0.0)), row(2, (0, 0.0)), row(3, (0, 2.99)), row(4, (0, 0.0))];
+        let end = row(4, (0, 0.0));
+        let mut rows: Vec<&[f32]> = chain.iter().map(|row| &row[..]).collect();
+        rows.push(&end);
+        let mut reference = table("a", &rows);
+        let (early, late) = (row(0, (4, 0.0)), row(0, (3, 2.0)));
+        let options = PromptOptions { tokens: 8, tie_margin: 0.05, ends: &[4] };
+        let prompts = [vec![0], vec![0, 3]];
+        let mut check = |at: usize, with: &[f32]| {
+            let mut changed: Vec<&[f32]> = rows.clone();
+            changed[at] = with;
+            compare_prompts(&mut reference, &mut table("b", &changed), &prompts, &options).unwrap()
+        };
+        let exact = check(0, &chain[0]);
+        assert_eq!((exact.prompts, exact.exact, exact.ties, exact.tokens), (2, 2, 0, 5));
+        assert_eq!(exact.kept_prefix, Some(1.0));
+        let parted = check(1, &early);
+        assert_eq!((parted.exact, parted.ties, parted.kept_prefix), (1, 0, Some(0.625)));
+        let tied = check(2, &late);
+        assert_eq!((tied.exact, tied.ties, tied.kept_prefix), (1, 1, Some(1.0)));
+    }
+
+    #[test]
+    fn what_cannot_be_compared_is_refused() {
+        let mut two = table("a", &[&[0.0, 0.0], &[0.0, 0.0]]);
+        let mut three = table("b", &[&[0.0, 0.0, 0.0]]);
+        let mut broken = table("c", &[&[0.0, f32::NAN]]);
+        let options = PromptOptions { tokens: 8, tie_margin: 0.05, ends: &[] };
+        let mut text = |test: &mut Table, ids: &[u32]| {
+            compare_text(&mut two, test, ids, 4, 0.05).unwrap_err().to_string()
+        };
+        let vocabulary = "the vocabulary of a and b differ: 2 against 3";
+        assert_eq!(text(&mut three, &[0, 0]), vocabulary);
+        assert_eq!(text(&mut broken, &[0]), "1 tokens given, but a sequence takes two at least");
+        let broken = text(&mut broken, &[0, 0]);
+        assert!(
+            broken.starts_with("c at position 0: logits is not finite at element 1"),
+            "{broken}"
+        );
+        let mut other = table("b", &[&[0.0, 0.0], &[0.0, 0.0]]);
+        let mut prompt = |ids: Vec<u32>| {
+            let result = compare_prompts(&mut two, &mut other, &[ids], &options);
+            result.unwrap_err().to_string()
+        };
+        assert_eq!(prompt(vec![]), "0 tokens given, but a prompt takes one at least");
+        let long = "9 tokens given, but with 8 more they exceed the context of 16";
+        assert_eq!(prompt(vec![0; 9]), long);
+    }
+}

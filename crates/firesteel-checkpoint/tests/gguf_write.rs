@@ -6,8 +6,8 @@ mod common;
 
 use common::{Failures, GOLDEN, Model, SPARK_TINY, Stored, all_values, values, weights};
 use firesteel_checkpoint::{
-    Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, Head, RandomWeights, WeightFormat,
-    preset, write_gguf,
+    Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, GgufValue, Head, RandomWeights,
+    WeightFormat, allocate, preset, write_gguf,
 };
 use firesteel_tensor::DType;
 use half::f16;
@@ -74,7 +74,17 @@ fn f16_has_the_data_and_the_metadata_of_the_public_converter() {
     for (key, value) in theirs.metadata() {
         assert_eq!(ours.get(key), Some(value), "{key}");
     }
-    assert_eq!(ours.metadata().count(), theirs.metadata().count());
+    // The public converter of that file left the advice on sampling out.
+    let advice = [
+        ("general.sampling.temp", GgufValue::F32(1.0)),
+        ("general.sampling.top_k", GgufValue::I32(0)),
+        ("general.sampling.top_p", GgufValue::F32(0.95)),
+        ("general.sampling.penalty_repeat", GgufValue::F32(1.0)),
+    ];
+    for (key, value) in &advice {
+        assert_eq!(ours.get(key).as_ref(), Some(value), "{key}");
+    }
+    assert_eq!(ours.metadata().count(), theirs.metadata().count() + advice.len());
     assert_eq!(report.bytes, ours.bytes().len() as u64);
 }
 
@@ -247,6 +257,114 @@ fn untied_heads_and_models_without_tokenizer_are_written() {
     let (_dir, ours, _) = written(&random, GgufOptions::new(WeightFormat::Q4_0));
     config.dtype = None;
     assert_eq!(ours.config(), &config);
+}
+
+#[test]
+fn advice_on_sampling_is_that_of_the_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    Model::tiny().write(dir.path());
+    let write = |text: &str| {
+        std::fs::write(dir.path().join("generation_config.json"), text).unwrap();
+        let file = dir.path().join("model.gguf");
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let options = GgufOptions { replace: true, ..GgufOptions::new(F32) };
+        write_gguf(&checkpoint, options, &file, &|_, _| {}).map_err(|e| e.to_string())?;
+        Ok::<_, String>(Checkpoint::open(&file).unwrap())
+    };
+    let advice = |checkpoint: &Checkpoint| -> Vec<(String, String)> {
+        let all = checkpoint.gguf().unwrap().metadata();
+        let own = all.filter_map(|(key, value)| {
+            Some((key.strip_prefix("general.sampling.")?.to_owned(), value.to_string()))
+        });
+        own.collect()
+    };
+    let cases = [
+        ("{}", vec![("temp", "0")]),
+        (r#"{"temperature": 0.5, "top_k": null}"#, vec![("temp", "0")]),
+        (
+            r#"{"do_sample": true, "temperature": 0.5, "top_k": -1, "min_p": 0.25,
+                "repetition_penalty": 1.5}"#,
+            vec![
+                ("temp", "0.5"),
+                ("top_k", "0"),
+                ("min_p", "0.25"),
+                ("penalty_repeat", "1.5"),
+                ("penalty_last_n", "-1"),
+            ],
+        ),
+    ];
+    for (text, expected) in cases {
+        let checkpoint = write(text).unwrap();
+        let expected: Vec<(String, String)> =
+            expected.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+        assert_eq!(advice(&checkpoint), expected, "{text}");
+        // A file made of the file keeps it.
+        let (_dir, again, _) = written(&checkpoint, GgufOptions::new(F32));
+        let (mut kept, mut given) = (advice(&again), expected);
+        kept.sort();
+        given.sort();
+        assert_eq!(kept, given, "{text}");
+    }
+    let error = write(r#"{"top_p": "1"}"#).unwrap_err();
+    assert!(error.contains("top_p is \"1\"; a number is accepted"), "{error}");
+}
+
+#[test]
+fn bits_go_where_they_remove_most_harm() {
+    let exact = spark_tiny();
+    let plain = GgufOptions::new(WeightFormat::Q4K);
+    let head = exact.head_weight().name();
+    let down = exact.layers()[2].mlp_down.name();
+    let harmful = |name: &str| Some(if name == down { 1e6 } else { 1.0 });
+    let (_a, _, before) = written(&exact, plain);
+    let bits = |report: &GgufReport| {
+        let (bytes, elements) = report
+            .tensors
+            .iter()
+            .fold((0, 0), |(b, e), tensor| (b + tensor.bytes, e + tensor.elements));
+        8.0 * bytes as f64 / elements as f64
+    };
+    let budget = bits(&before) + 0.25;
+    let raised = allocate(&exact, &plain, budget, &harmful).unwrap();
+    let format = |name: &str| raised.iter().find(|r| r.name == name).map(|raised| raised.to);
+    assert!(raised.iter().all(|raised| raised.from == WeightFormat::Q4K));
+    // The one whose harm is largest gets all there is before another gets anything.
+    assert_eq!(format(down), Some(WeightFormat::Q8_0));
+    let formats = |name: &str| format(name);
+    let (_b, _, after) = written(&exact, GgufOptions { formats: Some(&formats), ..plain });
+    assert!(bits(&after) <= budget && bits(&after) > budget - 0.1, "{}", bits(&after));
+
+    // What has a format of its own keeps it, and a budget that is all there is raises nothing.
+    let own = |name: &str| (name == down).then_some(WeightFormat::Q4_0);
+    let options = GgufOptions { formats: Some(&own), ..plain };
+    let raised = allocate(&exact, &options, 9.0, &harmful).unwrap();
+    assert!(raised.iter().all(|raised| raised.name != down && raised.to == WeightFormat::Q8_0));
+    assert!(raised.iter().any(|raised| raised.name == head));
+    assert_eq!(allocate(&exact, &plain, bits(&before), &harmful).unwrap(), []);
+    let error = allocate(&exact, &plain, 4.0, &harmful).unwrap_err().to_string();
+    assert!(error.starts_with("4 bits for each weight are too few: the formats asked"), "{error}");
+    for bits in [f64::NAN, -1.0] {
+        assert!(allocate(&exact, &plain, bits, &harmful).is_err());
+    }
+}
+
+#[test]
+fn formats_of_single_matrices_are_used() {
+    let exact = spark_tiny();
+    let formats = |name: &str| match name {
+        "model.layers.1.self_attn.q_k_v_proj.weight" => Some(WeightFormat::Q6K),
+        "model.layers.3.self_attn.g_proj.weight" => Some(WeightFormat::Q8_0),
+        "model.layers.3.input_layernorm.weight" => Some(F16),
+        "model.embedding.weight" => Some(BF16),
+        _ => None,
+    };
+    let options = GgufOptions { formats: Some(&formats), ..GgufOptions::new(WeightFormat::Q4_0) };
+    let (_dir, ours, _) = written(&exact, options);
+    assert_eq!(ours.embedding().format(), BF16);
+    assert_eq!(ours.layers()[1].qkv.format(), WeightFormat::Q6K);
+    assert_eq!(ours.layers()[0].qkv.format(), WeightFormat::Q4_0);
+    assert_eq!(ours.layers()[3].head_gate.format(), WeightFormat::Q8_0);
+    assert_eq!(ours.layers()[3].input_norm.format(), F32);
 }
 
 #[test]

@@ -24,7 +24,8 @@ pub struct Calibration {
 struct Moments {
     /// Σ a² of each column's input a.
     squares: Vec<f64>,
-    /// Squared length of the output.
+    /// Squared length of the output, less its mean: what all logits have in common changes no
+    /// probability.
     output: Geometric,
 }
 
@@ -36,9 +37,9 @@ struct Geometric {
 }
 
 impl Geometric {
-    fn add_rows(&mut self, values: &[f64], width: usize) {
+    fn add_rows(&mut self, values: &[f64], width: usize, square: fn(&[f64]) -> f64) {
         for row in values.chunks_exact(width.max(1)) {
-            let square = row.iter().map(|v| v * v).sum::<f64>();
+            let square = square(row);
             if square > 0.0 && square.is_finite() {
                 self.sum += square.ln();
                 self.count += 1;
@@ -52,6 +53,17 @@ impl Geometric {
     }
 }
 
+/// Σ v².
+fn length(row: &[f64]) -> f64 {
+    row.iter().map(|v| v * v).sum()
+}
+
+/// Σ (v − mean)².
+fn variation(row: &[f64]) -> f64 {
+    let mean = row.iter().sum::<f64>() / row.len().max(1) as f64;
+    row.iter().map(|v| (v - mean).powi(2)).sum()
+}
+
 impl Observer for Calibration {
     fn product(&mut self, weight: &Weight, input: &[f64], output: &[f64]) {
         let &[rows, columns] = weight.shape() else { return };
@@ -62,12 +74,12 @@ impl Observer for Calibration {
                 *sum += value * value;
             }
         }
-        moments.output.add_rows(output, rows);
+        moments.output.add_rows(output, rows, variation);
     }
 
     fn residual(&mut self, added_by: &Weight, hidden: &[f64], width: usize) {
         let residual = self.residuals.entry(added_by.name().to_owned()).or_default();
-        residual.add_rows(hidden, width);
+        residual.add_rows(hidden, width, length);
     }
 }
 
@@ -106,9 +118,9 @@ impl Calibration {
                 let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
                 let runner = engine.runner(spec.clone())?;
                 let mut x = vec![0.0; part.len() * spec.hidden_size];
-                embedding.lookup(part, &mut x).map_err(|error| EngineError::Calibration {
-                    reason: error.to_string(),
-                })?;
+                embedding
+                    .lookup(part, &mut x)
+                    .map_err(|error| EngineError::Calibration { reason: error.to_string() })?;
                 let step = state.prepare(&spec, &x)?;
                 let inputs = state.inputs(&spec, &step)?;
                 let outputs = runner.observed_step(&inputs, &mut calibration)?;
@@ -146,6 +158,8 @@ impl Calibration {
         let output = |weight: &Weight| {
             self.matrices.get(weight.name()).map_or(1.0, |moments| moments.output.mean())
         };
+        let stream =
+            |weight: &Weight| self.residuals.get(weight.name()).map_or(1.0, Geometric::mean);
         let mut effects = HashMap::new();
         let mut add = |weight: &Weight, effect: f64| {
             effects.insert(weight.name().to_owned(), effect);
@@ -153,22 +167,30 @@ impl Calibration {
         for layer in checkpoint.layers() {
             let LayerWeights { qkv, attention_out, mlp_gate, mlp_up, mlp_down, .. } = layer;
             for (before, last) in [(vec![qkv], attention_out), (vec![mlp_gate, mlp_up], mlp_down)] {
-                let stream = self.residuals.get(last.name()).map_or(1.0, Geometric::mean);
                 for weight in before {
-                    add(weight, output(last) / (stream * output(weight)));
+                    add(weight, output(last) / (stream(last) * output(weight)));
                 }
-                add(last, 1.0 / stream);
+                add(last, 1.0 / stream(last));
             }
         }
-        let head = checkpoint.head_weight();
-        add(head, 1.0 / output(head));
-        if let Head::Stored(_) = checkpoint.head() {
-            // Rows of the table are the stream's beginning.
-            let table = checkpoint.embedding();
-            let stream = checkpoint.layers().first().map_or(1.0, |layer| {
-                self.residuals.get(layer.attention_out.name()).map_or(1.0, Geometric::mean)
-            });
-            add(table, table.shape().first().map_or(1.0, |rows| 1.0 / (stream * *rows as f64)));
+        // An error of the table is one of the stream's beginning, and of the logits where the
+        // table is the head too.
+        let (head, table) = (checkpoint.head_weight(), checkpoint.embedding());
+        let rows = table.shape().first().copied().unwrap_or(1) as f64;
+        let beginning = 1.0 / (rows * stream(table));
+        let of_logits = 1.0 / output(head);
+        match checkpoint.head() {
+            Head::Stored(_) => {
+                add(table, beginning);
+                add(head, of_logits);
+            }
+            _ => {
+                // The error is weighted by what the head meets, which the beginning is not.
+                let importance = self.importance(head.name()).unwrap_or_default();
+                let sum: f64 = importance.iter().copied().map(f64::from).sum();
+                let mean = if sum > 0.0 { sum / importance.len() as f64 } else { 1.0 };
+                add(head, of_logits + beginning / mean);
+            }
         }
         effects
     }

@@ -15,7 +15,8 @@ pub(crate) trait Observer {
     /// `output` `[T, N]` is `input` `[T, K]` times the transpose of `weight` `[N, K]`.
     fn product(&mut self, weight: &Weight, input: &[f64], output: &[f64]);
 
-    /// `hidden` `[T, width]` is the residual stream after the output of `added_by` was added.
+    /// `hidden` `[T, width]` is the residual stream after the output of `added_by` was added, or its
+    /// beginning where that is the embedding.
     fn residual(&mut self, added_by: &Weight, hidden: &[f64], width: usize);
 }
 
@@ -76,6 +77,7 @@ impl Engine {
         let mut outputs = Outputs::new(spec);
         let mut hidden: Vec<f64> =
             input(spec, inputs, Role::Embedding)?.iter().copied().map(f64::from).collect();
+        observer.residual(self.checkpoint.embedding(), &hidden, spec.hidden_size);
         let weights = self.checkpoint.layers().iter().skip(spec.first_layer);
         for (index, (layer, weights)) in spec.layers.iter().zip(weights).enumerate() {
             let step = LayerStep { engine: self, spec, inputs, index, layer, weights };

@@ -2,8 +2,9 @@
 
 use super::write::{Buffers, Planned, SquareError, planned};
 use crate::quantize::can_quantize;
-use crate::{Checkpoint, CheckpointError, GgufOptions, WeightFormat};
+use crate::{Checkpoint, CheckpointError, GgufOptions, Head, WeightFormat};
 use rayon::prelude::*;
+use std::collections::HashMap;
 
 /// Rows of a matrix that are quantized to learn its error, spread over it.
 const SAMPLED_ROWS: usize = 256;
@@ -14,6 +15,7 @@ const STEPS: [WeightFormat; 4] =
 
 /// A matrix that gets a larger format than the options say.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Raised {
     /// Name of the weight.
     pub name: String,
@@ -21,6 +23,8 @@ pub struct Raised {
     pub from: WeightFormat,
     /// Format that it gets.
     pub to: WeightFormat,
+    /// The harm in the two formats.
+    pub harm: [f64; 2],
 }
 
 /// What harm an error does, by the name of the weight: the factor of the expected squared error of
@@ -31,9 +35,10 @@ pub type Effects<'a> = &'a (dyn Fn(&str) -> Option<f64> + Sync);
 /// file has `bits` bits for each weight, all tensors counted. Matrices with a format of their own
 /// in `options` keep it.
 ///
-/// The harm of a matrix is the importance-weighted squared error of its rows times its effect;
-/// without an effect it is the error as a share of the matrix. The errors of different matrices
-/// are taken to add up.
+/// The harm of a matrix is the importance-weighted squared error of its rows times its effect.
+/// Without an effect it is the error as a share of the matrix, times the share that the matrix is
+/// taken to have in the residual stream: that of block k is 1 / k, as if all blocks before it had
+/// added as much, and that of the logits is 1. The harm of different matrices is taken to add up.
 ///
 /// # Errors
 /// When a weight cannot be read or written in its format, or the formats of `options` alone need
@@ -55,72 +60,148 @@ pub fn allocate(
     }
     let own = |name: &str| options.formats.is_some_and(|of| of(name).is_some());
     let mut ladders = Vec::new();
+    let shares = shares(checkpoint);
     for tensor in planned.iter().filter(|tensor| tensor.format.is_quantized()) {
-        if !own(tensor.weight.name()) {
-            ladders.push(Ladder::new(tensor, options, effects)?);
+        let name = tensor.weight.name();
+        if !own(name) {
+            let effect = effects(name).filter(|effect| effect.is_finite());
+            let share = shares.get(name).copied().unwrap_or(1.0);
+            ladders.push(Ladder::new(
+                tensor,
+                options,
+                effect.map_or(Harm::Share(share), Harm::Effect),
+            )?);
         }
     }
-    let mut left = budget - bytes as f64;
+    let left = budget - bytes as f64;
+    // Step by step what gains most for its bytes; but what is large may no longer fit then, so
+    // every first step is tried.
+    let mut best = fill(&ladders, vec![0; ladders.len()], left);
+    for (index, ladder) in ladders.iter().enumerate() {
+        for rung in 1..ladder.rungs.len() {
+            let mut start = vec![0; ladders.len()];
+            start[index] = rung;
+            let (_, cost) = ladder.change(0, rung);
+            if cost <= left {
+                let filled = fill(&ladders, start, left - cost);
+                if filled.1 < best.1 {
+                    best = filled;
+                }
+            }
+        }
+    }
+    Ok(ladders.into_iter().zip(best.0).filter_map(|(ladder, at)| ladder.raised(at)).collect())
+}
+
+/// Goes up from `at` while `left` bytes last. Returns the rungs and the harm that is left.
+fn fill(ladders: &[Ladder], mut at: Vec<usize>, mut left: f64) -> (Vec<usize>, f64) {
     loop {
-        let affordable = ladders.iter_mut().filter_map(|ladder| {
-            let (gain, cost) = ladder.next()?;
-            (cost <= left).then_some((gain / cost, cost, ladder))
+        let affordable = ladders.iter().enumerate().filter_map(|(index, ladder)| {
+            let next = at.get(index)? + 1;
+            if next >= ladder.rungs.len() {
+                return None;
+            }
+            let (gain, cost) = ladder.change(next - 1, next);
+            (cost <= left).then_some((gain / cost, cost, index))
         });
         // The first of equals, so that the choice does not depend on anything else.
         let best = affordable.reduce(|best, other| if other.0 > best.0 { other } else { best });
-        let Some((_, cost, ladder)) = best else { break };
+        let Some((_, cost, index)) = best else { break };
         left -= cost;
-        ladder.at += 1;
+        at[index] += 1;
     }
-    Ok(ladders.into_iter().filter_map(Ladder::raised).collect())
+    let harm = ladders.iter().zip(&at).map(|(ladder, at)| ladder.rungs[*at].harm).sum();
+    (at, harm)
 }
 
-/// The formats of a matrix, and where it stands.
+/// The share of each matrix in the residual stream, as far as it is known without a text.
+fn shares(checkpoint: &Checkpoint) -> HashMap<&str, f64> {
+    let mut shares = HashMap::new();
+    let mut block = 0.0;
+    for layer in checkpoint.layers() {
+        let feed_forward = [&layer.mlp_gate, &layer.mlp_up, &layer.mlp_down];
+        for matrices in [&[&layer.qkv, &layer.attention_out][..], &feed_forward] {
+            block += 1.0;
+            shares.extend(matrices.iter().map(|weight| (weight.name(), 1.0 / block)));
+        }
+    }
+    // A table that is the head too does harm at both ends.
+    if !matches!(checkpoint.head(), Head::Stored(_)) {
+        shares.insert(checkpoint.head_weight().name(), 2.0);
+    }
+    shares
+}
+
+/// What the harm of an error is.
+#[derive(Debug, Clone, Copy)]
+enum Harm {
+    /// This times the weighted squared error.
+    Effect(f64),
+    /// This times the error as a share of the matrix.
+    Share(f64),
+}
+
+impl Harm {
+    fn of(self, tensor: &Planned) -> Result<f64, CheckpointError> {
+        let error = sampled_error(tensor)?;
+        Ok(match self {
+            Self::Effect(effect) => effect * tensor.mean_importance * error.weighted_lost,
+            Self::Share(share) if error.weighted_all > 0.0 => {
+                share * error.weighted_lost / error.weighted_all
+            }
+            Self::Share(_) => 0.0,
+        })
+    }
+}
+
+/// The formats that a matrix can have; the first is that of the options.
 struct Ladder {
     name: String,
-    /// Format, bytes and harm; the first is that of the options.
-    rungs: Vec<(WeightFormat, f64, f64)>,
-    at: usize,
+    rungs: Vec<Rung>,
+}
+
+/// A format of a matrix.
+struct Rung {
+    format: WeightFormat,
+    bytes: f64,
+    harm: f64,
 }
 
 impl Ladder {
     fn new(
         tensor: &Planned,
         options: &GgufOptions<'_>,
-        effects: Effects<'_>,
+        harm: Harm,
     ) -> Result<Self, CheckpointError> {
         let weight = &tensor.weight;
-        let effect = effects(weight.name()).filter(|effect| effect.is_finite());
-        let harm = |tensor: &Planned| -> Result<f64, CheckpointError> {
-            let error = sampled_error(tensor)?;
-            Ok(match effect {
-                Some(effect) => effect * tensor.mean_importance * error.weighted_lost,
-                None if error.weighted_all > 0.0 => error.weighted_lost / error.weighted_all,
-                None => 0.0,
-            })
+        let rung = |tensor: &Planned| -> Result<Rung, CheckpointError> {
+            let (format, bytes) = (tensor.format, tensor.bytes as f64);
+            Ok(Rung { format, bytes, harm: harm.of(tensor)? })
         };
-        let mut rungs = vec![(tensor.format, tensor.bytes as f64, harm(tensor)?)];
+        let mut rungs = vec![rung(tensor)?];
         for format in STEPS {
             let fits = tensor.columns().is_multiple_of(format.block_elements());
-            let larger = weight.element_count() / format.block_elements() * format.block_bytes();
-            if fits && can_quantize(format) && larger > tensor.bytes {
+            if fits && can_quantize(format) {
                 let planned = Planned::new(weight, format, options)?;
-                rungs.push((format, planned.bytes as f64, harm(&planned)?));
+                if planned.bytes > tensor.bytes {
+                    rungs.push(rung(&planned)?);
+                }
             }
         }
-        Ok(Self { name: weight.name().to_owned(), rungs, at: 0 })
+        Ok(Self { name: weight.name().to_owned(), rungs })
     }
 
-    /// What the next format gains and costs.
-    fn next(&self) -> Option<(f64, f64)> {
-        let (_, bytes, harm) = self.rungs.get(self.at)?;
-        let (_, more, less) = self.rungs.get(self.at + 1)?;
-        Some((harm - less, more - bytes))
+    /// What going from one rung to another gains and costs.
+    fn change(&self, from: usize, to: usize) -> (f64, f64) {
+        let (from, to) = (&self.rungs[from], &self.rungs[to]);
+        (from.harm - to.harm, to.bytes - from.bytes)
     }
 
-    fn raised(self) -> Option<Raised> {
-        let (from, to) = (self.rungs.first()?.0, self.rungs.get(self.at)?.0);
-        (from != to).then_some(Raised { name: self.name, from, to })
+    fn raised(self, at: usize) -> Option<Raised> {
+        let (from, to) = (self.rungs.first()?, self.rungs.get(at)?);
+        let harm = [from.harm, to.harm];
+        let raised = Raised { name: self.name, from: from.format, to: to.format, harm };
+        (at > 0).then_some(raised)
     }
 }
 

@@ -40,10 +40,11 @@ pub(super) fn sampling_advice(
             GgufValue::F32(value) => Some((key, Advice::Number(value))),
             _ => None,
         });
-        let integers = [TOP_K, PENALTY_RANGE].into_iter().filter_map(|key| match gguf.get(key)? {
-            GgufValue::I32(value) => Some((key, Advice::Integer(value))),
-            _ => None,
-        });
+        let integers =
+            [TOP_K, PENALTY_RANGE].into_iter().filter_map(|key| match gguf.get(key)? {
+                GgufValue::I32(value) => Some((key, Advice::Integer(value))),
+                _ => None,
+            });
         return Ok(numbers.chain(integers).collect());
     }
     let Some(path) = checkpoint.side_file(FILE)? else { return Ok(Vec::new()) };

@@ -4,7 +4,7 @@ use crate::source::{Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_checkpoint::{
-    Checkpoint, GgufOptions, QuantizedTensor, Raised, WeightFormat, allocate, write_gguf,
+    Checkpoint, GgufOptions, Head, QuantizedTensor, Raised, WeightFormat, allocate, write_gguf,
 };
 use firesteel_engine::Calibration;
 use firesteel_generate::AddedTokens;
@@ -36,7 +36,8 @@ pub(crate) struct Quantize {
     /// repeated, and the last that fits counts
     #[arg(long, value_name = "GLOB=FORMAT", value_parser = tensor_format)]
     tensor: Vec<(Pattern, WeightFormat)>,
-    /// Bits for each weight that larger formats may fill [default: 5.4 for q4_k_m, else none]
+    /// Bits for each weight that larger formats may fill [default: none; for q4_k_m what the head
+    /// and half of the qkv and down projections would take in q6_k]
     #[arg(long, value_name = "BITS")]
     bits: Option<f64>,
     /// Text files that the model reads to learn which columns matter
@@ -68,7 +69,7 @@ enum Format {
     /// 4 bits with 6-bit scales, blocks of 256
     #[value(name = "q4_k")]
     Q4K,
-    /// q4_k, with --bits 5.4 unless it is given
+    /// q4_k, and larger formats as far as --bits go
     #[value(name = "q4_k_m")]
     Q4KM,
     /// 6 bits, blocks of 256
@@ -93,9 +94,6 @@ impl Format {
     }
 }
 
-/// Bits for each weight of the mixed format.
-const MIXED_BITS: f64 = 5.4;
-
 /// Tokens of a sequence that the calibration is cut into.
 const SEQUENCE: usize = 512;
 
@@ -105,6 +103,25 @@ fn tensor_format(text: &str) -> Result<(Pattern, WeightFormat), String> {
     let pattern = Pattern::new(glob).map_err(|error| format!("{error}; {accepted}"))?;
     let format = Format::from_str(format, true).map_err(|error| format!("{error}; {accepted}"))?;
     Ok((pattern, format.weight_format()))
+}
+
+/// Bits for each weight of the mixed format: no more than llama.cpp's Q4_K_M, which has the head
+/// and every second of those projections in q6_k. Which matrices get the bits is another matter.
+fn mixed_bits(checkpoint: &Checkpoint) -> f64 {
+    let bits =
+        |format: WeightFormat| 8.0 * format.block_bytes() as f64 / format.block_elements() as f64;
+    let (small, large) = (bits(WeightFormat::Q4K), bits(WeightFormat::Q6K));
+    let head = checkpoint.head_weight();
+    let mut all = checkpoint.final_norm().element_count() + checkpoint.embedding().element_count();
+    if let Head::Stored(head) = checkpoint.head() {
+        all += head.element_count();
+    }
+    let mut raised = head.element_count() as f64;
+    for layer in checkpoint.layers() {
+        all += layer.all().iter().map(|weight| weight.element_count()).sum::<usize>();
+        raised += (layer.qkv.element_count() + layer.mlp_down.element_count()) as f64 / 2.0;
+    }
+    small + (large - small) * raised / all.max(1) as f64
 }
 
 #[derive(Debug, Serialize)]
@@ -167,7 +184,8 @@ impl Quantize {
             replace: self.force,
             ..GgufOptions::new(self.format.weight_format())
         };
-        let bits = self.bits.or((self.format == Format::Q4KM).then_some(MIXED_BITS));
+        let mixed = self.format == Format::Q4KM;
+        let bits = self.bits.or_else(|| mixed.then(|| mixed_bits(checkpoint)));
         let raised = match bits {
             Some(bits) => {
                 let effects = calibration.as_ref().map(|known| known.effects(checkpoint));
@@ -188,7 +206,10 @@ impl Quantize {
         let (bytes, elements) = tensors
             .iter()
             .fold((0u64, 0u64), |(b, e), tensor| (b + tensor.bytes, e + tensor.elements));
-        let shown = |raised: &Raised| format!("{}: {} to {}", raised.name, raised.from, raised.to);
+        let shown = |raised: &Raised| {
+            let Raised { name, from, to, harm: [before, after], .. } = raised;
+            format!("{name}: {from} to {to}, harm {before:.2e} to {after:.2e}")
+        };
         let report = Report {
             path: self.out.display().to_string(),
             bytes: written.bytes,

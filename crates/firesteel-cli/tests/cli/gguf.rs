@@ -1,6 +1,8 @@
 //! GGUF files: ours through the program, llama.cpp's through the kernels.
 
-use crate::support::{Golden, advance, golden_path, snr, spark_tiny, stdout};
+use crate::support::{
+    Golden, advance, argument, firesteel, golden_path, refusal, snr, spark_tiny, stdout,
+};
 use firesteel_check::compare_logits;
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, CpuModel, Engine, EngineOptions};
@@ -84,34 +86,174 @@ fn files_of_llama_cpp_give_its_logits_and_stay_near_the_trained_model() {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Mean KL and bits a weight of a file that `quantize` wrote.
-fn quantized(folder: &Path, arguments: &[&str]) -> (f64, f64) {
-    let file = folder.join(format!("{}.gguf", arguments.join("-").replace("--", "")));
-    let file = file.to_str().unwrap();
+/// Held-out text and prompts from it, and a text that the model made for calibration.
+const HELD_OUT: &str = "tests/golden/spark-tiny/heldout.txt";
+const PROMPTS: &str = "tests/golden/spark-tiny/prompts.txt";
+const CALIBRATION: &str = "tests/golden/spark-tiny/calibration.txt";
+
+/// Writes a file with `quantize` and returns its report.
+fn quantized(file: &str, arguments: &[&str]) -> Value {
     let tiny = spark_tiny();
-    let tiny = tiny.to_str().unwrap();
-    let mut command = vec!["quantize", tiny, "--out", file, "--json"];
-    command.extend_from_slice(arguments);
-    let report: Value = serde_json::from_str(&stdout(&command)).unwrap();
-    let check = ["check", file, "--against", tiny, "--runner", "cpu", "--min-snr", "10", "--json"];
-    let check: Value = serde_json::from_str(&stdout(&check)).unwrap();
-    (check["logits"]["kl_mean"].as_f64().unwrap(), report["bits_per_weight"].as_f64().unwrap())
+    let command = ["quantize", argument(&tiny), "--out", file, "--force", "--json"];
+    serde_json::from_str(&stdout(&[&command[..], arguments].concat())).unwrap()
+}
+
+/// The report of `check` of a file on the kernels against the checkpoint in f32, on the beginning
+/// of the held-out text.
+fn fidelity(file: &str, arguments: &[&str]) -> Value {
+    let tiny = spark_tiny();
+    let command = ["check", file, "--against", argument(&tiny), "--runner", "cpu", "--json"];
+    let text = ["--against-runner", "cpu", "--text", HELD_OUT, "--tokens", "8192"];
+    serde_json::from_str(&stdout(&[&command[..], &text, arguments].concat())).unwrap()
+}
+
+fn number(report: &Value, path: &str) -> f64 {
+    report.pointer(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} of {report}"))
 }
 
 #[test]
-fn quantized_files_stay_near_the_checkpoint() {
+fn files_of_numbers_say_what_the_checkpoint_says() {
     let folder = tempfile::tempdir().unwrap();
-    let cases: [(&[&str], f64, f64); 4] = [
-        (&["--format", "f16"], 1e-6, 16.1),
-        (&["--format", "q8_0"], 1e-3, 8.7),
-        (&["--format", "q4_0", "--head", "q6_k"], 2.5e-2, 5.2),
-        (&["--format", "q4_k", "--head", "q6_k"], 2e-2, 5.2),
-    ];
-    for (arguments, kl_bar, bits_bar) in cases {
-        let (kl, bits) = quantized(folder.path(), arguments);
-        println!("{arguments:?}: KL {kl:.2e}, {bits:.2} bits");
-        assert!(kl <= kl_bar && bits <= bits_bar, "{arguments:?}: KL {kl:.2e}, {bits:.2} bits");
+    let file = folder.path().join("model.gguf");
+    let mut failures = Vec::new();
+    for (format, kl_bar) in [("f32", 1e-9), ("bf16", 1e-9), ("f16", 1e-6)] {
+        quantized(argument(&file), &["--format", format]);
+        let report = fidelity(argument(&file), &["--prompts", PROMPTS]);
+        let prompts = &report["prompts"];
+        let (all, exact) = (number(prompts, "/prompts"), number(prompts, "/exact"));
+        if !(number(&report, "/text/kl_mean") <= kl_bar && exact == all && all >= 16.0) {
+            failures.push(format!("{format}: {report}"));
+        }
     }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn eight_bits_stay_within_a_thousandth() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    quantized(argument(&file), &["--format", "q8_0"]);
+    let limits = ["--max-kl", "1e-3", "--max-perplexity-change", "0.005"];
+    let report = fidelity(argument(&file), &limits);
+    assert_eq!(report["passed"], true, "{report}");
+    assert!(number(&report, "/text/kl_mean") > 1e-6, "{report}");
+
+    // The same limits a hundredth as large are exceeded, and say so.
+    let tiny = spark_tiny();
+    let command = ["check", argument(&file), "--against", argument(&tiny), "--runner", "cpu"];
+    let limits = ["--max-kl", "1e-5", "--max-perplexity-change", "1e-7", "--min-snr", "90"];
+    let text = ["--text", HELD_OUT, "--tokens", "512"];
+    let output = firesteel(&[&command[..], &text, &limits].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let report = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(report.matches("FAILED: ").count(), 3, "{report}");
+    for part in ["the mean KL divergence is", "the change of the perplexity is", "below 90 dB"] {
+        assert!(report.contains(part), "{part}: {report}");
+    }
+}
+
+#[test]
+fn four_bits_lose_less_than_those_of_llama_cpp() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    let theirs = golden_path("llamacpp/spark-tiny-q4_k_m.gguf");
+    let peer = fidelity(argument(&theirs), &[]);
+    let peer_kl = number(&peer, "/text/kl_mean");
+    let inspected: Value =
+        serde_json::from_str(&stdout(&["inspect", argument(&theirs), "--json"])).unwrap();
+    let peer_bits =
+        8.0 * number(&inspected, "/weight_bytes/stored") / number(&inspected, "/parameters");
+    // As a share of llama.cpp's Q4_K_M: the mean KL and the bits.
+    let cases: [(&[&str], f64, f64); 3] = [
+        (&["--format", "q4_k_m", "--calibrate", CALIBRATION], 0.7, 1.0),
+        (&["--format", "q4_k_m"], 0.85, 1.0),
+        (&["--format", "q4_k", "--head", "q6_k", "--calibrate", CALIBRATION], 1.1, 0.92),
+    ];
+    let mut failures = Vec::new();
+    for (arguments, kl_bar, bits_bar) in cases {
+        let written = quantized(argument(&file), arguments);
+        let kl = number(&fidelity(argument(&file), &[]), "/text/kl_mean") / peer_kl;
+        let bits = number(&written, "/bits_per_weight") / peer_bits;
+        let line = format!("{arguments:?}: KL × {kl:.3}, bits × {bits:.3} of {peer_bits:.3}");
+        println!("{line}");
+        if !(kl <= kl_bar && bits <= bits_bar) {
+            failures.push(line);
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn formats_by_name_and_budget_are_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    let down = ["--tensor", "*.mlp.down_proj.*=q6_k", "--tensor", "*.2.mlp.down_proj.*=q8_0"];
+    let report = quantized(argument(&file), &[&["--format", "q4_0"], &down[..]].concat());
+    for tensor in report["tensors"].as_array().unwrap() {
+        let name = tensor["name"].as_str().unwrap();
+        let expected = match name {
+            "model.layers.2.mlp.down_proj.weight" => "q8_0",
+            name if name.contains("down_proj") => "q6_k",
+            name if name.contains("norm") || name.contains("g_proj") => "f32",
+            _ => "q4_0",
+        };
+        assert_eq!(tensor["format"], expected, "{name}");
+        assert!(tensor["weighted_rms"].is_null());
+    }
+    let calibrated = ["--calibrate", CALIBRATION, "--calibrate-tokens", "600", "--bits", "5"];
+    let report = quantized(argument(&file), &[&["--format", "q4_k"], &calibrated[..]].concat());
+    assert_eq!(report["calibration_tokens"], 600);
+    assert!(!report["raised"].as_array().unwrap().is_empty());
+    let bits = number(&report, "/bits_per_weight");
+    assert!((4.8..=5.0).contains(&bits), "{bits}");
+    let weighted = report["tensors"].as_array().unwrap().iter();
+    assert_eq!(weighted.filter(|tensor| !tensor["weighted_rms"].is_null()).count(), 21);
+
+    let refused = |arguments: &[&str]| {
+        let tiny = spark_tiny();
+        let command = ["quantize", argument(&tiny), "--out", "no.gguf", "--format", "q4_0"];
+        refusal(&[&command[..], arguments].concat())
+    };
+    let cases: [(&[&str], &str); 4] = [
+        (&["--tensor", "*.nothing=q8_0"], "--tensor *.nothing: no matrix has such a name; some"),
+        (&["--bits", "3"], "3 bits for each weight are too few"),
+        (&["--calibrate", "Cargo.toml", "--calibrate-tokens", "0"], "the text has no tokens"),
+        (&["--calibrate", "nowhere.txt"], "nowhere.txt"),
+    ];
+    for (arguments, part) in cases {
+        let talk = refused(arguments);
+        assert!(talk.contains(part), "{arguments:?}: {talk}");
+    }
+}
+
+#[test]
+fn conversations_are_continued_without_their_last_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let chats = folder.path().join("chats.jsonl");
+    let held_out = std::fs::read_to_string(golden_path("spark-tiny/heldout_chats.jsonl")).unwrap();
+    let some: Vec<&str> = held_out.lines().take(8).collect();
+    std::fs::write(&chats, some.join("\n")).unwrap();
+    let tiny = spark_tiny();
+    let check = |file: &Path, test: &Path| -> Value {
+        let command = ["check", argument(test), "--against", argument(&tiny), "--json"];
+        let runners = ["--runner", "cpu", "--against-runner", "cpu", "--prompts", argument(file)];
+        serde_json::from_str(&stdout(&[&command[..], &runners].concat())).unwrap()
+    };
+    let same = check(&chats, &tiny);
+    assert_eq!(same["prompts"]["exact"], 8, "{same}");
+    assert_eq!(same["prompts"]["kept_prefix"], 1.0);
+    assert!(same["text"].is_null() && number(&same, "/prompts/tokens") > 64.0);
+    let coarse = check(&chats, &golden_path("llamacpp/spark-tiny-q4_0.gguf"));
+    let kept = number(&coarse, "/prompts/kept_prefix");
+    assert!(kept > 0.3 && kept <= 1.0, "{coarse}");
+
+    std::fs::write(&chats, "{\"messages\": 1}\n").unwrap();
+    let command = ["check", argument(&tiny), "--against", argument(&tiny), "--prompts"];
+    let talk = refusal(&[&command[..], &[argument(&chats)]].concat());
+    assert!(talk.contains("line 1 of ") && talk.contains("is no conversation"), "{talk}");
+    std::fs::write(&chats, "\n").unwrap();
+    let talk = refusal(&[&command[..], &[argument(&chats)]].concat());
+    assert!(talk.contains("has no prompts"), "{talk}");
 }
 
 #[test]

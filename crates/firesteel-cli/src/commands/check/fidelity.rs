@@ -125,11 +125,8 @@ impl FidelityArgs {
         }
         if self.prompts.is_some() {
             let ends = reference.config()?.eos_token_ids;
-            let options = PromptOptions {
-                tokens: args.greedy,
-                tie_margin: self.near_tie,
-                ends: &ends,
-            };
+            let options =
+                PromptOptions { tokens: args.greedy, tie_margin: self.near_tie, ends: &ends };
             report.prompts = Some(compare_prompts(&mut left, &mut right, &prompts, &options)?);
         }
         Ok(report)
@@ -212,8 +209,8 @@ fn prompts(
         };
         for (number, line) in lines {
             let at = || format!("line {} of {}", number + 1, file.display());
-            let mut chat: Conversation =
-                serde_json::from_str(line).with_context(|| format!("{} is no conversation", at()))?;
+            let mut chat: Conversation = serde_json::from_str(line)
+                .with_context(|| format!("{} is no conversation", at()))?;
             if chat.messages.last().is_some_and(|last| last.role == MessageRole::Assistant) {
                 chat.messages.pop();
             }

@@ -1,0 +1,109 @@
+//! What a calibration counts, against sums made from the outputs of steps.
+
+use crate::support::{checkpoint, options};
+use firesteel_checkpoint::{Checkpoint, Weight};
+use firesteel_engine::{Calibration, CheckpointEmbedding, Engine, EngineOptions};
+use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, Role, Runner, StepSpec};
+use std::sync::Arc;
+
+const IDS: [u32; 7] = [5, 17, 3, 200, 44, 44, 9];
+
+fn run(checkpoint: &Arc<Checkpoint>, ids: &[u32], sequence: usize) -> Calibration {
+    Calibration::run(checkpoint, ids, sequence, &mut |_| {}).unwrap()
+}
+
+/// Mean square of each column of the RMSNorm of `rows`.
+fn normed_squares(checkpoint: &Checkpoint, norm: &Weight, rows: &[f32]) -> Vec<f64> {
+    let width = norm.element_count();
+    let mut scale = vec![0f32; width];
+    norm.read_f32(0, &mut scale).unwrap();
+    let mut squares = vec![0f64; width];
+    for row in rows.chunks(width) {
+        let mean = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / width as f64;
+        let inverse = 1.0 / (mean + checkpoint.config().rms_norm_eps).sqrt();
+        for ((sum, x), scale) in squares.iter_mut().zip(row).zip(&scale) {
+            *sum += (f64::from(*x) * inverse * f64::from(*scale)).powi(2);
+        }
+    }
+    squares.iter().map(|sum| sum / (rows.len() / width) as f64).collect()
+}
+
+fn near(actual: &[f32], expected: &[f64]) {
+    assert_eq!(actual.len(), expected.len());
+    for (actual, expected) in actual.iter().zip(expected) {
+        let difference = (f64::from(*actual) - expected).abs();
+        assert!(difference <= 1e-5 * expected + 1e-12, "{actual} {expected}");
+    }
+}
+
+#[test]
+fn importance_is_the_mean_square_of_the_inputs() {
+    let checkpoint = checkpoint("mini");
+    let config = checkpoint.config();
+    let calibration = run(&checkpoint, &IDS, 512);
+    assert_eq!(calibration.tokens(), IDS.len());
+
+    let embedding = CheckpointEmbedding::new(Arc::clone(&checkpoint));
+    let mut x = vec![0f32; IDS.len() * config.hidden_size];
+    embedding.lookup(&IDS, &mut x).unwrap();
+    let first = &checkpoint.layers()[0];
+    let importance = |weight: &Weight| calibration.importance(weight.name()).unwrap();
+    near(&importance(&first.qkv), &normed_squares(&checkpoint, &first.input_norm, &x));
+
+    let whole = options(&checkpoint, IDS.len(), IDS.len(), CacheLayoutChoice::Auto);
+    let spec = StepSpec::new(config, &whole).unwrap().with_logits(Logits::Hidden).unwrap();
+    let engine = Engine::new(Arc::clone(&checkpoint), EngineOptions::default());
+    let mut runner = engine.runner(spec.clone()).unwrap();
+    let state = KvState::new(&spec).unwrap();
+    let step = state.prepare(&spec, &x).unwrap();
+    let outputs = runner.step(&state.inputs(&spec, &step).unwrap()).unwrap();
+    let hidden = outputs.get(&spec, Role::Hidden).unwrap().view().to_f32().unwrap();
+    let head = normed_squares(&checkpoint, checkpoint.final_norm(), &hidden);
+    near(&importance(checkpoint.head_weight()), &head);
+
+    for layer in checkpoint.layers() {
+        assert_eq!(importance(&layer.mlp_gate), importance(&layer.mlp_up));
+        assert_eq!(importance(&layer.mlp_down).len(), config.intermediate_size);
+        let heads = config.num_attention_heads * config.head_dim;
+        assert_eq!(importance(&layer.attention_out).len(), heads);
+        assert_eq!(calibration.importance(layer.input_norm.name()), None);
+    }
+    let effects = calibration.effects(&checkpoint);
+    assert_eq!(effects.len(), 5 * checkpoint.layers().len() + 1);
+    assert!(effects.values().all(|effect| effect.is_finite() && *effect > 0.0));
+}
+
+#[test]
+fn sequences_begin_anew_and_threads_do_not_matter() {
+    let checkpoint = checkpoint("mini");
+    let layer = &checkpoint.layers()[0];
+    let squares = |calibration: &Calibration, weight: &Weight| -> Vec<f64> {
+        let mean = calibration.importance(weight.name()).unwrap();
+        mean.iter().map(|mean| f64::from(*mean) * calibration.tokens() as f64).collect()
+    };
+    let cut = run(&checkpoint, &IDS, 4);
+    let parts = [run(&checkpoint, &IDS[..4], 512), run(&checkpoint, &IDS[4..], 512)];
+    for weight in [&layer.attention_out, &layer.mlp_down, checkpoint.head_weight()] {
+        let [left, right] = [squares(&parts[0], weight), squares(&parts[1], weight)];
+        let sums: Vec<f64> = left.iter().zip(&right).map(|(a, b)| a + b).collect();
+        let cut: Vec<f32> = squares(&cut, weight).iter().map(|v| *v as f32).collect();
+        near(&cut, &sums);
+    }
+    let with_threads = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let calibration = pool.install(|| run(&checkpoint, &IDS, 4));
+        let mut effects: Vec<_> = calibration.effects(&checkpoint).into_iter().collect();
+        effects.sort_by(|a, b| a.0.cmp(&b.0));
+        (squares(&calibration, &layer.mlp_down), effects)
+    };
+    assert_eq!(with_threads(1), with_threads(3));
+}
+
+#[test]
+fn texts_that_cannot_be_run_are_refused() {
+    let checkpoint = checkpoint("mini");
+    let error =
+        |ids: &[u32]| Calibration::run(&checkpoint, ids, 8, &mut |_| {}).unwrap_err().to_string();
+    assert_eq!(error(&[]), "the calibration cannot be run: the text has no tokens");
+    assert!(error(&[u32::MAX]).contains("token id 4294967295 has no row"));
+}
