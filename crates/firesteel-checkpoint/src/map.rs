@@ -82,8 +82,8 @@ fn map(file: &std::fs::File) -> io::Result<Arc<memmap2::Mmap>> {
 
 /// Has `end` called, in a thread of its own, when a page of a mapped file cannot be read any more:
 /// the file became shorter, or its disk failed. The thread that touched the page stops for good,
-/// so `end` must end the process. Meant for programs, once; elsewhere than on Linux nothing is
-/// watched.
+/// so `end` must end the process and use no lock under which mapped bytes are read. Meant for
+/// programs, once; elsewhere than on Linux nothing is watched.
 ///
 /// # Errors
 /// When the thread, its pipe or the signal's handler cannot be had; nothing is watched then.

@@ -153,7 +153,10 @@ fn refused_configs_say_file_key_value_and_what_is_accepted() {
         (
             "too many rotary dims",
             |c| c["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = json!(1.5),
-            &["rope_parameters.sliding_attention.partial_rotary_factor is 1.5", "a number from 0.0 to 1.0"],
+            &[
+                "rope_parameters.sliding_attention.partial_rotary_factor is 1.5",
+                "a number from 0.0 to 1.0",
+            ],
         ),
         (
             "broken rotary dims",
@@ -532,7 +535,7 @@ fn texts_that_are_no_config_are_refused() {
         ("nested duplicate", br#"{"a": [{"b": 1, "b": 1}]}"#, "key \"b\" appears twice"),
         ("escaped duplicate", br#"{"ab": 1, "a\u0062": 2}"#, "key \"ab\" appears twice"),
         ("no object", b"[1]", "must hold one JSON object"),
-        ("empty", b"", "not valid JSON"),
+        ("empty", b"", "the file is empty; download it again"),
         ("cut", br#"{"a": "#, "not valid JSON"),
         ("trailing", b"{} {}", "not valid JSON"),
         ("not UTF-8", b"{\"a\": \"\xff\"}", "not valid JSON"),

@@ -589,7 +589,8 @@ fn malformed_files_are_refused_with_the_rule() {
     }
     for length in 0..4 {
         let result = open_bytes(&b"GGUF"[..length]);
-        failures.expect_error("short magic", result, &["neither a folder nor a GGUF file"]);
+        let part = if length == 0 { "the file is empty" } else { "neither a folder nor a GGUF" };
+        failures.expect_error("short magic", result, &[part]);
     }
     let bytes = GgufFile::tiny().bytes();
     for length in (4..2000).step_by(7) {

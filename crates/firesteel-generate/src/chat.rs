@@ -367,7 +367,7 @@ fn environment() -> Result<Environment<'static>, Error> {
     environment.set_syntax(syntax()?);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_unknown_method_callback(limits::method);
-    limits::add_filter(&mut environment);
+    limits::add_filters(&mut environment);
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<(), Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))

@@ -8,8 +8,9 @@
 
 use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Tuple, ValueKind};
+use minijinja::value::{Kwargs, Tuple, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
+use std::borrow::Cow;
 use std::io;
 
 /// Most tokens of a template: every operator, name, text between blocks and so on.
@@ -111,11 +112,43 @@ impl Set {
     }
 }
 
-/// Adds the filter that [`bounded_source`] uses.
-pub(crate) fn add_filter(environment: &mut Environment<'_>) {
+/// Adds the filter that [`bounded_source`] uses, and puts one in the place of the engine's `join`,
+/// which does not pay for items before it copies them.
+pub(crate) fn add_filters(environment: &mut Environment<'_>) {
+    environment.add_filter("join", join);
     environment.add_filter(HELD, |state: &State, value: &Value| {
         Walk { state, indent: 0, keep: true }.plain(value, 0)
     });
+}
+
+/// Jinja's `join`, for templates without escaping: the texts of the items, or of one of their
+/// attributes, with `joiner` between them.
+fn join(
+    state: &State,
+    value: &Value,
+    joiner: Option<Value>,
+    attribute: Option<&str>,
+    options: Kwargs,
+) -> Result<String, Error> {
+    let joiner = joiner.map_or_else(|| options.get("d"), |joiner| Ok(Some(joiner)))?;
+    let joiner = joiner.filter(|joiner| !joiner.is_undefined() && !joiner.is_none());
+    let joiner = joiner.map(|joiner| joiner.to_string()).unwrap_or_default();
+    let attribute = attribute.map_or_else(|| options.get("attribute"), |name| Ok(Some(name)))?;
+    options.assert_all_used()?;
+    let mut joined = String::new();
+    for (index, item) in value.try_iter()?.checked().enumerate() {
+        let mut item = item?;
+        for name in attribute.into_iter().flat_map(|path| path.split('.')) {
+            item = item.get_attr(name)?;
+        }
+        let text = item.as_str().map_or_else(|| item.to_string().into(), Cow::Borrowed);
+        pay_for(state, BYTES_PER_FUEL + joiner.len() + text.len())?;
+        if index > 0 {
+            joined.push_str(&joiner);
+        }
+        joined.push_str(&text);
+    }
+    Ok(joined)
 }
 
 /// Python's methods, paid for before they are called where their result can be much larger than
@@ -202,7 +235,7 @@ impl Walk<'_, '_, '_> {
                 for (key, value) in pairs {
                     copy.push((self.plain(&key, depth + 1)?, self.plain(&value, depth + 1)?));
                 }
-                Ok(copy.into_iter().collect())
+                Ok(Value::from_pairs(copy))
             }
             ValueKind::Seq | ValueKind::Iterable => {
                 let mut copy = Vec::new();

@@ -377,6 +377,25 @@ fn templates_can_raise_and_tell_the_time() {
     assert!(year >= 2025);
     assert_eq!(render("{% generation %}a{% endgeneration %}\nb\n").unwrap(), "ab");
     assert!(render("{{ messages | tojson(ensure_ascii=true) }}").is_err());
+    // Values survive a namespace, and joins and formats are Python's.
+    let cases = [
+        (
+            "{% set n = namespace(a=1) %}{% set n.a = {'k': [1, 'x', none, (2, 3)]} %}\
+             {{ n.a }}{{ n.a | tojson }}{{ n.a.k[3] }}",
+            "{'k': [1, 'x', None, (2, 3)]}{\"k\": [1, \"x\", null, [2, 3]]}(2, 3)",
+        ),
+        ("{% set n = namespace() %}{% set n.a, b = 1, 2 %}{{ n.a }}{{ b }}", "12"),
+        ("{% set n = namespace() %}{% set n.a | trim %} t {% endset %}{{ n.a }}", "t"),
+        (
+            "{{ ['a', 1, none] | join(', ') }}|{{ ', '.join(['a', 'b']) }}|{{ 'ab' | join }}",
+            "a, 1, None|a, b|ab",
+        ),
+        ("{{ [{'a': {'b': 1}}] | join('-', attribute='a.b') }}{{ [] | join }}", "1"),
+        ("{{ '{:>4}|{}'.format(7, 'x') }}{{ 'a,b'.split(',') | length }}", "   7|x2"),
+    ];
+    for (source, expected) in cases {
+        assert_eq!(render(source).unwrap(), expected, "{source}");
+    }
 }
 
 #[test]

@@ -106,6 +106,12 @@ fn hostile_templates() -> Vec<(&'static str, String, &'static str)> {
             "a namespace holds texts, numbers, lists and dictionaries only",
         ),
         ("method format of a long text", "{{ ('{0}' * 9999).format('x' * 999999) }}".into(), fuel),
+        ("join of a long list", "{{ (['x' * 999999] * 9999)|join }}".into(), fuel),
+        (
+            "join of an attribute",
+            "{{ ([{'a': {'b': 'x' * 999999}}] * 9999)|join(',', attribute='a.b') }}".into(),
+            fuel,
+        ),
         ("method join of a long list", "{{ ''.join(['x' * 999999] * 9999) }}".into(), fuel),
         ("method split", "{{ ('x' * 99999999).split('')|length }}".into(), fuel),
         ("method splitlines", "{{ ('\n' * 99999999).splitlines()|length }}".into(), fuel),

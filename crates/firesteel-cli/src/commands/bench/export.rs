@@ -19,8 +19,9 @@ use std::time::Instant;
 ///
 /// Both write to the disk that holds --dir and wait until the bytes are there. The plain writer
 /// copies one buffer from memory, sequentially. Which of the two goes first alternates, and the
-/// ratio is the geometric mean of both orders' medians: on many disks the second of two pays for
-/// what the first has freed. A first pair that is not counted warms up.
+/// ratio is the geometric mean of both orders' medians. Before each the system stores what others
+/// have written and the disk is waited for, so that none pays for another's bytes. A first pair
+/// that is not counted warms up.
 #[derive(Debug, Args)]
 pub(super) struct BenchExport {
     /// Checkpoint to export [default: one that is made, see --preset]
@@ -51,6 +52,9 @@ struct Report {
     runs: Vec<Run>,
     /// Export time over the plain writer's: geometric mean of the two orders' medians.
     ratio: f64,
+    /// The same for the pairs in which the plain writer came first, and the export.
+    ratio_plain_first: f64,
+    ratio_export_first: f64,
     /// Largest anonymous resident memory of the process while exporting.
     peak_rss_anon_bytes: Option<u64>,
 }
@@ -101,20 +105,26 @@ impl BenchExport {
             force: false,
             threads: threads(),
         };
-        let mut report =
-            Report { bytes: 0, runs: Vec::new(), ratio: 0.0, peak_rss_anon_bytes: None };
+        let mut report = Report {
+            bytes: 0,
+            runs: Vec::new(),
+            ratio: 0.0,
+            ratio_plain_first: 0.0,
+            ratio_export_first: 0.0,
+            peak_rss_anon_bytes: None,
+        };
         let out = scratch.path().join("artifact");
         let plain = scratch.path().join("plain");
         // The first pair warms the checkpoint's pages and the system's memory and is not counted.
         for run in 0..=self.runs {
             let timed_export = |peak: &mut Option<u64>| -> anyhow::Result<(f64, u64)> {
+                settle(&scratch)?;
                 let memory = MemoryWatch::start();
                 let start = Instant::now();
                 let artifact = export(&request, &out, &|_, _| {})?;
                 let seconds = start.elapsed().as_secs_f64();
                 *peak = (*peak).max(memory.stop());
                 fs::remove_dir_all(&out)?;
-                settle(&scratch)?;
                 Ok((seconds, artifact.manifest().data.iter().map(|data| data.bytes).sum()))
             };
             // Neither side is always the one that finds the disk busy with the other's bytes.
@@ -138,15 +148,19 @@ impl BenchExport {
             let runs = report.runs.iter().skip(order).step_by(2);
             super::median(&mut runs.map(|run| run.ratio).collect::<Vec<f64>>()).context("no run")
         };
-        report.ratio = (of_order(0)? * of_order(1)?).sqrt();
+        (report.ratio_plain_first, report.ratio_export_first) = (of_order(0)?, of_order(1)?);
+        report.ratio = (report.ratio_plain_first * report.ratio_export_first).sqrt();
         if self.json {
             printer.json(&report)?;
         } else {
             printer.line(format!(
-                "{} written; export / plain writer {:.2} ({} pairs)",
+                "{} written; export / plain writer {:.2} ({} pairs; {:.2} with the plain writer \
+                 first, {:.2} with the export first; the disk was idle before each)",
                 mebibytes(report.bytes),
                 report.ratio,
-                report.runs.len()
+                report.runs.len(),
+                report.ratio_plain_first,
+                report.ratio_export_first,
             ))?;
             let memory = report.peak_rss_anon_bytes;
             printer.line(format!(
@@ -163,6 +177,7 @@ fn plain_write(path: &Path, folder: &tempfile::TempDir, bytes: u64) -> anyhow::R
     // Not zeros, which some file systems store without writing.
     let buffer: Vec<u8> =
         (0..BUFFER as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    settle(folder)?;
     let start = Instant::now();
     let mut file = fs::File::create_new(path)?;
     let mut left = bytes;
@@ -175,11 +190,30 @@ fn plain_write(path: &Path, folder: &tempfile::TempDir, bytes: u64) -> anyhow::R
     let seconds = start.elapsed().as_secs_f64();
     drop(file);
     fs::remove_file(path)?;
-    settle(folder)?;
     Ok(seconds)
 }
 
-/// Waits until what was removed is free again.
+/// Most bytes that others may still have to store when a run begins.
+const IDLE: u64 = 64 << 20;
+/// How long to wait for the disk at most: other programs may write all the time.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until what was removed is free again and the system has stored what was written.
 fn settle(folder: &tempfile::TempDir) -> anyhow::Result<()> {
-    Ok(fs::File::open(folder.path())?.sync_all()?)
+    rustix::fs::syncfs(fs::File::open(folder.path())?.file())?;
+    let start = Instant::now();
+    while unstored().is_some_and(|bytes| bytes > IDLE) && start.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(())
+}
+
+/// Bytes that the system has yet to store, where it tells.
+fn unstored() -> Option<u64> {
+    let memory = fs::read_to_string("/proc/meminfo").ok()?;
+    let kibibytes = |key: &str| -> Option<u64> {
+        let line = memory.lines().find_map(|line| line.strip_prefix(key))?;
+        line.trim().strip_suffix(" kB")?.trim().parse().ok()
+    };
+    kibibytes("Dirty:")?.checked_add(kibibytes("Writeback:")?)?.checked_mul(1024)
 }
