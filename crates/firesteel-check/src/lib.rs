@@ -1,7 +1,6 @@
 //! Two runners, the same inputs: how far apart are they, and where does it begin?
 
 mod compare;
-mod decoder;
 mod fidelity;
 mod logits;
 mod snr;
@@ -10,7 +9,6 @@ pub use compare::{
     CheckOptions, CheckReport, Feed, FirstBad, GreedyReport, LayerReport, LogitsReport, StepReport,
     compare,
 };
-pub use decoder::RunnerDecoder;
 pub use fidelity::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 pub use logits::{LogitsDifference, compare_logits, greedy_choice};
 pub use snr::{Snr, SnrMeter};

@@ -2,15 +2,14 @@
 
 use super::{CheckArgs, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{Generators, RunnerKind, Source, read_text};
+use crate::source::{DecoderOptions, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::Artifact;
-use firesteel_check::{
-    PromptOptions, PromptsReport, RunnerDecoder, TextReport, compare_prompts, compare_text,
-};
+use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
+use firesteel_engine::KvFormat;
 use firesteel_generate::{AddedTokens, Conversation, MessageRole, Tokenizer};
-use firesteel_step::{Decoder, Logits, StepOptions, StepSpec};
+use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -33,6 +32,9 @@ pub(crate) struct FidelityArgs {
     /// Logit gap below which another choice of --text or --prompts is a near tie
     #[arg(long, value_name = "GAP", default_value_t = 0.05)]
     near_tie: f64,
+    /// The cpu runner stores keys and values of --text and --prompts in this format: f32, f16 or q8
+    #[arg(long, value_name = "FORMAT", default_value_t)]
+    kv: KvFormat,
     /// Largest mean KL divergence over --text, in nats
     #[arg(long, value_name = "NATS", requires = "text")]
     max_kl: Option<f64>,
@@ -104,8 +106,12 @@ impl FidelityArgs {
             Source::Artifact(artifact) => Some(&**artifact),
             Source::Checkpoint(_) => None,
         });
-        let mut left = decoder(reference, kinds[0], artifact, context, args)?;
-        let mut right = decoder(test, kinds[1], artifact, context, args)?;
+        let options = DecoderOptions { prompt: 1, all_logits: CHUNK, kv: self.kv };
+        let side = |source: &Source, kind| {
+            source.decoder(kind, &step(source, artifact, context)?, &options, &args.ort)
+        };
+        let mut left = side(reference, kinds[0])?;
+        let mut right = side(test, kinds[1])?;
         let mut report = FidelityReport {
             reference: left.name().into(),
             reference_settings: left.settings(),
@@ -118,7 +124,7 @@ impl FidelityArgs {
         };
         if self.text.is_some() {
             let sequence = self.sequence.min(left.context());
-            let text = compare_text(&mut left, &mut right, &ids, sequence, self.near_tie)?;
+            let text = compare_text(left.as_mut(), right.as_mut(), &ids, sequence, self.near_tie)?;
             report.exceeded = self.exceeded(&text, args.min_snr);
             report.passed = report.exceeded.is_empty();
             report.text = Some(text);
@@ -127,7 +133,8 @@ impl FidelityArgs {
             let ends = reference.config()?.eos_token_ids;
             let options =
                 PromptOptions { tokens: args.greedy, tie_margin: self.near_tie, ends: &ends };
-            report.prompts = Some(compare_prompts(&mut left, &mut right, &prompts, &options)?);
+            report.prompts =
+                Some(compare_prompts(left.as_mut(), right.as_mut(), &prompts, &options)?);
         }
         Ok(report)
     }
@@ -152,14 +159,8 @@ impl FidelityArgs {
     }
 }
 
-/// One side: a checkpoint in chunks, an artifact in its own step.
-fn decoder(
-    source: &Source,
-    kind: RunnerKind,
-    artifact: Option<&Artifact>,
-    context: usize,
-    args: &CheckArgs,
-) -> anyhow::Result<RunnerDecoder> {
+/// The step of a checkpoint, or that of the artifact on either side, in f32.
+fn step(source: &Source, artifact: Option<&Artifact>, context: usize) -> anyhow::Result<StepSpec> {
     let spec = match artifact {
         Some(artifact) => artifact.manifest().contract()?,
         None => {
@@ -181,15 +182,7 @@ fn decoder(
     if !whole {
         bail!("--text and --prompts need a whole model with its head, one token a step");
     }
-    let spec = super::as_f32(&spec)?;
-    let chunk = spec.with_tokens(CHUNK.min(spec.context))?.with_logits(Logits::All)?;
-    let Generators { decode, prefill } = source.generators(kind, &spec, &chunk, &args.ort)?;
-    let Some(embedding) = source.embedding()? else {
-        bail!("an artifact needs its own embedding table here; export with --embedding");
-    };
-    let mut runners = vec![decode];
-    runners.extend(prefill.filter(|runner| runner.spec().tokens > 1));
-    Ok(RunnerDecoder::new(runners, embedding)?)
+    super::as_f32(&spec)
 }
 
 /// The ids of each prompt. An answer at the end of a conversation is left out: it is what the
