@@ -2,7 +2,7 @@
 
 use super::{CheckArgs, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{DecoderOptions, RunnerKind, Source, read_text};
+use crate::source::{DecoderOptions, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::Artifact;
