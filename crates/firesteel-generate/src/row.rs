@@ -112,6 +112,7 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
+    #[inline(always)]
     pub(crate) fn weight(self, logit: f32) -> f32 {
         exp_of_negative((logit - self.largest) / self.temperature)
     }
@@ -126,13 +127,18 @@ impl Scale {
         let mut sums = Sums::default();
         for candidates in candidates {
             let (lower_ids, others) = candidates.logits.split_at(candidates.below(id));
-            sums += self.sums_where(lower_ids, |other| other >= logit);
-            sums += self.sums_where(others, |other| other > logit);
+            for (logits, tied) in [(lower_ids, true), (others, false)] {
+                if !logits.is_empty() {
+                    let before = |other: f32| other > logit || (tied && other == logit);
+                    sums += self.sums_where(logits, before);
+                }
+            }
         }
         sums
     }
 
     /// Weight of all `logits`, and of those that are `before`.
+    #[inline(always)]
     fn sums_where(self, logits: &[f32], before: impl Fn(f32) -> bool) -> Sums {
         let mut sums = [Sums::default(); LANES];
         let (groups, rest) = logits.as_chunks::<LANES>();
@@ -155,7 +161,20 @@ impl Scale {
 
     /// Weight of all `logits`.
     pub(crate) fn total(self, logits: &[f32]) -> f64 {
-        self.sums_where(logits, |_| false).total
+        let mut sums = [0f64; LANES];
+        let mut weights = [0f32; BLOCK];
+        for block in logits.chunks(BLOCK) {
+            // One thing at a time, so that each runs in vector registers.
+            for (weight, &logit) in weights.iter_mut().zip(block) {
+                *weight = self.weight(logit);
+            }
+            for group in weights[..block.len()].chunks(LANES) {
+                for (sum, &weight) in sums.iter_mut().zip(group) {
+                    *sum += f64::from(weight);
+                }
+            }
+        }
+        sums.iter().sum()
     }
 }
 
@@ -293,6 +312,7 @@ const SMALLEST_EXPONENT: f32 = -87.0;
 ///
 /// With n the integer nearest to x / ln 2, e^x is 2^n times e^(x − n ln 2), whose argument is
 /// at most ln 2 / 2 in magnitude, where seven terms of the Taylor series are enough.
+#[inline(always)]
 fn exp_of_negative(x: f32) -> f32 {
     /// 1.5 · 2^23: added to a small number, it leaves the nearest integer in the low bits.
     const ROUND: f32 = 12_582_912.0;

@@ -338,20 +338,23 @@ impl Race {
         &self,
         candidates: impl Fn(f32) -> C,
     ) -> Option<u32> {
-        let mut limit = None;
+        let (mut bound, mut limit, mut total) = (self.bound, None, None);
         loop {
-            let winner = self.winner(candidates(self.bound), limit)?;
+            let winner = self.winner(candidates(bound), limit)?;
             let (logit, id) = winner;
             if self.share >= 1.0 {
                 return Some(id);
             }
-            for from in [logit, f32::NEG_INFINITY] {
-                let sums = self.scale.sums(candidates(from), winner);
-                if sums.before < self.share * sums.total {
-                    return Some(id);
-                }
+            let near = self.scale.sums(candidates(logit), winner);
+            let is_enough = |total: f64| near.before < self.share * total;
+            let whole = || {
+                let all = candidates(f32::NEG_INFINITY);
+                all.map(|candidates| self.scale.total(candidates.logits)).sum()
+            };
+            if is_enough(near.total) || is_enough(*total.get_or_insert_with(whole)) {
+                return Some(id);
             }
-            limit = Some(winner);
+            (bound, limit) = (logit, Some(winner));
         }
     }
 
