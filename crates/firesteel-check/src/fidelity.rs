@@ -177,20 +177,16 @@ pub fn compare_prompts(
         test.clear();
         left.run(reference, prompt)?;
         right.run(test, prompt)?;
-        let mut same = 0;
-        let mut differs = None;
-        let mut count = 0;
+        let (mut count, mut same, mut differs) = (0usize, 0usize, None);
         while count < options.tokens {
-            let row = |rows: &Rows| rows.logits.rchunks_exact(width).next().map(<[f32]>::to_vec);
-            let Some(choice) = row(&left).as_deref().and_then(greedy_choice) else { break };
+            let Some(row) = left.last(width) else { break };
+            let Some(choice) = greedy_choice(row) else { break };
             count += 1;
-            if differs.is_none() {
-                if let (Some(left), Some(right)) = (row(&left), row(&right)) {
-                    let difference = compare_logits(&left, &right);
-                    match difference.test_top == choice {
-                        true => same += 1,
-                        false => differs = Some(difference.reference_gap),
-                    }
+            if let (None, Some(other)) = (differs, right.last(width)) {
+                let difference = compare_logits(row, other);
+                match difference.test_top == choice {
+                    true => same += 1,
+                    false => differs = Some(difference.reference_gap),
                 }
             }
             if options.ends.contains(&choice) || count == options.tokens {
@@ -206,7 +202,7 @@ pub fn compare_prompts(
             Some(gap) if gap < options.tie_margin => report.ties += 1,
             differs => {
                 report.exact += usize::from(differs.is_none());
-                kept += f64::from(same) / count.max(1) as f64;
+                kept += same as f64 / count.max(1) as f64;
             }
         }
     }
@@ -237,6 +233,11 @@ struct Rows {
 }
 
 impl Rows {
+    /// The logits of the last token.
+    fn last(&self, width: usize) -> Option<&[f32]> {
+        self.logits.rchunks_exact(width).next()
+    }
+
     /// Runs and keeps `ids`; the logits become those of every one of them.
     fn run(&mut self, decoder: &mut dyn Decoder, mut ids: &[u32]) -> Result<(), CheckError> {
         self.logits.clear();

@@ -230,7 +230,7 @@ fn help_of_check() {
     assert_snapshot!(help(&["check"]), @"
     Compare two runners on the same tokens.
 
-    Both get the same tokens step by step; logits, hidden state after each layer, new keys and new values are compared. Exit code 1 when something is below the bar.
+    Both get the same tokens step by step; logits, hidden state after each layer, new keys and new values are compared. With --text or --prompts each side is run for itself, with its own embedding, and what it says is compared. Exit code 1 when something is beyond its bar.
 
     Usage: firesteel check [OPTIONS] --against <CHECKPOINT|ARTIFACT> <PATH>
 
@@ -294,6 +294,31 @@ fn help_of_check() {
 
           --no-layers
               Leave out the hidden state after each layer
+
+          --text <FILE>
+              Text file: compare KL, perplexity and most probable tokens over it, instead of tensors
+
+          --prompts <FILE>
+              File of prompts, one a line, or of conversations where it ends in .jsonl: compare greedy continuations of --greedy tokens
+
+          --tokens <N>
+              Most tokens of --text [default: all]
+
+          --sequence <N>
+              Tokens of a sequence that --text is cut into
+
+              [default: 512]
+
+          --near-tie <GAP>
+              Logit gap below which another choice of --text or --prompts is a near tie
+
+              [default: 0.05]
+
+          --max-kl <NATS>
+              Largest mean KL divergence over --text, in nats
+
+          --max-perplexity-change <SHARE>
+              Largest change of the perplexity of --text, as a share: 0.005 is half a percent
 
           --json
               Print a JSON report

@@ -165,9 +165,9 @@ fn four_bits_lose_less_than_those_of_llama_cpp() {
         8.0 * number(&inspected, "/weight_bytes/stored") / number(&inspected, "/parameters");
     // As a share of llama.cpp's Q4_K_M: the mean KL and the bits.
     let cases: [(&[&str], f64, f64); 3] = [
-        (&["--format", "q4_k_m", "--calibrate", CALIBRATION], 0.7, 1.0),
-        (&["--format", "q4_k_m"], 0.85, 1.0),
-        (&["--format", "q4_k", "--head", "q6_k", "--calibrate", CALIBRATION], 1.1, 0.92),
+        (&["--format", "q4_k_m", "--calibrate", CALIBRATION], 0.72, 1.0),
+        (&["--format", "q4_k_m"], 0.8, 1.0),
+        (&["--format", "q4_k", "--head", "q6_k", "--calibrate", CALIBRATION], 1.05, 0.94),
     ];
     let mut failures = Vec::new();
     for (arguments, kl_bar, bits_bar) in cases {
@@ -200,12 +200,15 @@ fn formats_by_name_and_budget_are_reported() {
         assert_eq!(tensor["format"], expected, "{name}");
         assert!(tensor["weighted_rms"].is_null());
     }
-    let calibrated = ["--calibrate", CALIBRATION, "--calibrate-tokens", "600", "--bits", "5"];
+    let calibrated = ["--calibrate", CALIBRATION, "--calibrate-tokens", "600", "--bits", "4.94"];
     let report = quantized(argument(&file), &[&["--format", "q4_k"], &calibrated[..]].concat());
     assert_eq!(report["calibration_tokens"], 600);
-    assert!(!report["raised"].as_array().unwrap().is_empty());
+    // The head takes nearly all of it, which smaller matrices with more gain for a byte must not
+    // keep it from.
+    let raised = &report["raised"];
+    assert!(raised[0].as_str().unwrap().starts_with("model.embedding.weight: q4_k to q6_k"));
     let bits = number(&report, "/bits_per_weight");
-    assert!((4.8..=5.0).contains(&bits), "{bits}");
+    assert!((4.9..=4.94).contains(&bits), "{bits}");
     let weighted = report["tensors"].as_array().unwrap().iter();
     assert_eq!(weighted.filter(|tensor| !tensor["weighted_rms"].is_null()).count(), 21);
 

@@ -144,7 +144,7 @@ impl FidelityArgs {
         let mut limit = |what: &str, value: f64, limit: Option<f64>| {
             // A value that is no number is beyond every limit.
             if let Some(limit) = limit
-                && !(value <= limit)
+                && (value > limit || value.is_nan())
             {
                 exceeded.push(format!("{what} is {value:.3e}, and the limit is {limit:e}"));
             }
