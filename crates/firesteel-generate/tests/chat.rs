@@ -351,6 +351,35 @@ fn templates_of_every_place_are_found() {
     );
 }
 
+/// What bounds hostile templates does not bound long conversations.
+#[test]
+fn long_conversations_render() {
+    let (template, _) = spark();
+    let turn = |number: usize| {
+        let role =
+            if number.is_multiple_of(2) { MessageRole::User } else { MessageRole::Assistant };
+        Message::text(role, "x")
+    };
+    let tool = |number: usize| {
+        let properties: serde_json::Map<_, _> = (0..20)
+            .map(|i| (format!("p{i}"), json!({"type": "string", "description": "a parameter"})))
+            .collect();
+        let parameters = json!({"type": "object", "properties": properties});
+        json!({"type": "function", "function": {"name": format!("f{number}"), "parameters": parameters}})
+    };
+    let mut conversation = Conversation {
+        messages: (0..10_001).map(turn).collect(),
+        tools: (0..300).map(tool).collect(),
+        add_generation_prompt: true,
+        enable_thinking: None,
+    };
+    let text = template.render(&conversation).unwrap();
+    assert!(text.contains("\"f299\"") && text.matches('x').count() > 10_000);
+    conversation.messages.truncate(1);
+    conversation.messages[0] = Message::text(MessageRole::User, "long ".repeat(2_000_000));
+    assert!(template.render(&conversation).unwrap().len() > 10_000_000);
+}
+
 #[test]
 fn templates_can_raise_and_tell_the_time() {
     let render = |source: &str| {

@@ -1482,8 +1482,8 @@ fn a_disk_that_is_too_small_is_told_before_anything_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let mut config: Value =
         parse(&std::fs::read_to_string(golden_path("spark/mini").join("config.json")).unwrap());
-    config["hidden_size"] = (1u64 << 26).into();
-    config["intermediate_size"] = (1u64 << 26).into();
+    config["hidden_size"] = (1u64 << 24).into();
+    config["intermediate_size"] = (1u64 << 24).into();
     let path = folder.path().join("config.json");
     std::fs::write(&path, config.to_string()).unwrap();
     let outs = folder.path().join("outs");
