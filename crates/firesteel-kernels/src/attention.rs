@@ -6,7 +6,7 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 use half::f16;
 
-use crate::float_tiles::{float_tiles, widen};
+use crate::float_tiles::{FloatTiles, widen};
 use crate::isa::Isa;
 use crate::math::exp;
 use crate::ops::Exponentials;
@@ -423,12 +423,15 @@ impl Kernel for Task<'_> {
                 let start = row * chunk.count + entries.start + entry;
                 scores[start..start + values.len()].copy_from_slice(values);
             };
+            let (x, columns) = (queries, head_dim);
             match segment.keys {
                 KvRows::F32(keys) => {
-                    float_tiles(simd, &keys[range.clone()], queries, head_dim, &mut put)
+                    let w = &keys[range.clone()];
+                    simd.vectorize(FloatTiles { w, x, columns, write: &mut put });
                 }
                 KvRows::F16(keys) => {
-                    float_tiles(simd, &keys[range.clone()], queries, head_dim, &mut put)
+                    let w = &keys[range.clone()];
+                    simd.vectorize(FloatTiles { w, x, columns, write: &mut put });
                 }
                 KvRows::Q8(keys) => {
                     let keys = &keys[range.start / 32..range.end / 32];
@@ -436,9 +439,10 @@ impl Kernel for Task<'_> {
                     for (index, keys) in keys.chunks(block * head_dim / 32).enumerate() {
                         wide.resize(keys.len() * 32, 0.0);
                         expand(keys, wide);
-                        float_tiles(simd, wide, queries, head_dim, |row, entry, values| {
+                        let mut put = |row: usize, entry: usize, values: &[f32]| {
                             put(row, index * block + entry, values);
-                        });
+                        };
+                        simd.vectorize(FloatTiles { w: wide, x, columns, write: &mut put });
                     }
                 }
             }
@@ -552,14 +556,14 @@ impl Weights<'_> {
         let direct = out.len() <= FEW * self.head_dim;
         for (index, v) in v.chunks(block * self.head_dim).enumerate() {
             if direct {
-                self.mix_rows(simd, Entries { v, first: index * block, direct }, out);
+                self.mix_entries(simd, Entries { v, first: index * block, direct }, out);
                 continue;
             }
             // Whole vectors are written.
             self.wide.resize(v.len().next_multiple_of(S::LANES), 0.0);
             widen(simd, v, self.wide);
             let v = &self.wide[..v.len()];
-            self.mix_rows(simd, Entries { v, first: index * block, direct }, out);
+            self.mix_entries(simd, Entries { v, first: index * block, direct }, out);
         }
     }
 
@@ -571,24 +575,14 @@ impl Weights<'_> {
             self.wide.resize(v.len() * 32, 0.0);
             expand(v, self.wide);
             let v = &self.wide[..];
-            self.mix_rows(simd, Entries { v, first: index * block, direct: false }, out);
+            self.mix_entries(simd, Entries { v, first: index * block, direct: false }, out);
         }
     }
 
     /// The same for some entries.
     #[inline(always)]
-    fn mix_rows<S: Simd, E: Element>(&self, simd: S, entries: Entries<'_, E>, out: &mut [f32]) {
-        let rows = out.len() / self.head_dim;
-        let mut row = 0;
-        while row < rows {
-            if row + 4 <= rows {
-                self.mix_some::<S, E, 4>(simd, entries, row, out);
-                row += 4;
-            } else {
-                self.mix_some::<S, E, 1>(simd, entries, row, out);
-                row += 1;
-            }
-        }
+    fn mix_entries<S: Simd, E: Element>(&self, simd: S, entries: Entries<'_, E>, out: &mut [f32]) {
+        simd.vectorize(Mix { weights: self, entries, out });
     }
 
     /// The same for rows `row .. row + R`.
@@ -611,6 +605,33 @@ impl Weights<'_> {
             out: &mut out[row * head_dim..(row + R) * head_dim],
         };
         rows.mix::<S, R>(simd);
+    }
+}
+
+/// Some entries mixed into all rows; a kernel of its own, so that all callers share its code.
+struct Mix<'a, 'w, E> {
+    weights: &'a Weights<'w>,
+    entries: Entries<'a, E>,
+    out: &'a mut [f32],
+}
+
+impl<E: Element> Kernel for Mix<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { weights, entries, out } = self;
+        let rows = out.len() / weights.head_dim;
+        let mut row = 0;
+        while row < rows {
+            if row + 4 <= rows {
+                weights.mix_some::<S, E, 4>(simd, entries, row, out);
+                row += 4;
+            } else {
+                weights.mix_some::<S, E, 1>(simd, entries, row, out);
+                row += 1;
+            }
+        }
     }
 }
 
@@ -689,18 +710,18 @@ impl<E: Element> Rows<'_, E> {
                 }
                 let values: [S::Vector; V] =
                     std::array::from_fn(|j| E::load(simd, entry.add(j * S::LANES)));
-                for i in 0..R {
+                for (i, sums) in sums.iter_mut().enumerate() {
                     let weight = simd.splat(*weights.add(i * self.stride));
-                    for j in 0..V {
-                        sums[i][j] = simd.mul_add(weight, values[j], sums[i][j]);
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum = simd.mul_add(weight, value, *sum);
                     }
                 }
                 entry = entry.wrapping_add(self.head_dim);
                 weights = weights.wrapping_add(1);
             }
-            for i in 0..R {
-                for j in 0..V {
-                    simd.store(sums[i][j], at(i, j));
+            for (i, sums) in sums.into_iter().enumerate() {
+                for (j, sum) in sums.into_iter().enumerate() {
+                    simd.store(sum, at(i, j));
                 }
             }
         }

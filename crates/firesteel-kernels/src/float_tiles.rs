@@ -4,7 +4,7 @@
 //! length and then over the rest, padded with zeros; the lanes are then added in the fixed order of
 //! [`Simd::sum`]. Neither the tiles nor the number of rows change that.
 
-use crate::simd::{Element, Simd, load_partial};
+use crate::simd::{Element, Kernel, Simd, load_partial};
 
 /// Rows of `w` in a tile.
 pub(crate) const TILE: usize = 8;
@@ -18,13 +18,32 @@ const FEW: usize = 8;
 
 /// `write(m, n, values)` gets `Σ_k w[n + i][k] · x[m][k]` as value i, at most [`TILE`] of them, for all
 /// rows of both, which have `columns` columns.
+///
+/// It is a kernel of its own, so that all callers share its code.
+pub(crate) struct FloatTiles<'a, 'w, E> {
+    pub(crate) w: &'a [E],
+    pub(crate) x: &'a [f32],
+    pub(crate) columns: usize,
+    pub(crate) write: &'a mut (dyn FnMut(usize, usize, &[f32]) + 'w),
+}
+
+impl<E: Element> Kernel for FloatTiles<'_, '_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let Self { w, x, columns, write } = self;
+        float_tiles(simd, w, x, columns, write);
+    }
+}
+
 #[inline(always)]
-pub(crate) fn float_tiles<S: Simd, E: Element>(
+fn float_tiles<S: Simd, E: Element>(
     simd: S,
     w: &[E],
     x: &[f32],
     columns: usize,
-    mut write: impl FnMut(usize, usize, &[f32]),
+    write: &mut dyn FnMut(usize, usize, &[f32]),
 ) {
     if x.len() < FEW * columns {
         for (n, w) in w.chunks(TILE * columns).enumerate() {
@@ -155,8 +174,8 @@ impl Columns<'_> {
         let whole = self.width / S::LANES * S::LANES;
         let Some(sums) = sums.get_mut(m..m + M) else { return };
         for n in (0..TILE).step_by(N) {
-            let mut part: [[S::Vector; N]; M] =
-                std::array::from_fn(|j| std::array::from_fn(|i| sums[j][n + i]));
+            let mut part: [[S::Vector; M]; N] =
+                std::array::from_fn(|i| std::array::from_fn(|j| sums[j][n + i]));
             let w = &tile[n * COLUMNS..(n + N) * COLUMNS];
             let mut k = 0;
             while k < whole {
@@ -164,10 +183,10 @@ impl Columns<'_> {
                 unsafe {
                     let x: [S::Vector; M] =
                         std::array::from_fn(|j| simd.load_f32(x[j].as_ptr().add(k)));
-                    for i in 0..N {
+                    for (i, part) in part.iter_mut().enumerate() {
                         let w = simd.load_f32(w.as_ptr().add(i * COLUMNS + k));
-                        for j in 0..M {
-                            part[j][i] = simd.mul_add(w, x[j], part[j][i]);
+                        for (part, x) in part.iter_mut().zip(x) {
+                            *part = simd.mul_add(w, x, *part);
                         }
                     }
                 }
@@ -176,17 +195,17 @@ impl Columns<'_> {
             if whole < self.width {
                 let x: [S::Vector; M] =
                     std::array::from_fn(|j| load_partial(simd, &x[j][whole..self.width]));
-                for i in 0..N {
+                for (i, part) in part.iter_mut().enumerate() {
                     // SAFETY: rows of the tile are padded to whole vectors.
                     let w = unsafe { simd.load_f32(w.as_ptr().add(i * COLUMNS + whole)) };
-                    for j in 0..M {
-                        part[j][i] = simd.mul_add(w, x[j], part[j][i]);
+                    for (part, x) in part.iter_mut().zip(x) {
+                        *part = simd.mul_add(w, x, *part);
                     }
                 }
             }
-            for j in 0..M {
-                for i in 0..N {
-                    sums[j][n + i] = part[j][i];
+            for (i, part) in part.into_iter().enumerate() {
+                for (sums, part) in sums.iter_mut().zip(part) {
+                    sums[n + i] = part;
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Products of activation rows with weight matrices.
 
-use crate::float_tiles::float_tiles;
+use crate::float_tiles::FloatTiles;
 use crate::isa::Isa;
 use crate::matrix::{Data, Format, MatrixView};
 use crate::pool::{Disjoint, Pool};
@@ -192,10 +192,11 @@ impl<E: Element> Kernel for FloatTask<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let Self { w, x, rows, columns, target } = self;
-        float_tiles(simd, w, x, columns, |m, n, values| {
+        let mut write = |m, n, values: &[f32]| {
             if m < rows {
                 target.write(m, n, values);
             }
-        });
+        };
+        simd.vectorize(FloatTiles { w, x, columns, write: &mut write });
     }
 }

@@ -1,15 +1,22 @@
 //! Times of kernels, and the read bandwidth that limits them.
 
 use std::hint::black_box;
+use std::ops::Range;
 use std::time::Instant;
 
-use crate::KernelError;
+use half::f16;
+
+use crate::attention::{
+    Attention, AttentionShape, KvBlock, KvRows, Positions, Segment, attention, quantize_kv,
+};
 use crate::isa::Isa;
 use crate::matmul::{Product, matmul_group};
 use crate::matrix::{Format, MatrixView};
+use crate::ops;
 use crate::pool::{Disjoint, Pool};
 use crate::quantized_rows::QuantizedRows;
 use crate::simd::{Kernel, Simd};
+use crate::{KernelError, area};
 
 /// M activation rows, K columns, N weight rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,9 +41,10 @@ pub struct Entry {
 /// What was measured.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Measurement {
-    /// The shortest time of one product, quantization of the activations included.
+    /// The shortest time of one product, quantization of the activations included, or of one
+    /// operation.
     pub seconds: f64,
-    /// Bytes of weights, inputs and outputs that one product touches.
+    /// Bytes of weights or caches, inputs and outputs that it touches.
     pub bytes: usize,
     /// The largest difference from the first instruction set's result, over the largest magnitude.
     pub difference: f32,
@@ -160,13 +168,240 @@ pub fn time(
     run(isa, &weights[0], &mut out)?;
     let mut expected = vec![0.0; m * n];
     run(Isa::named(Some("scalar"))?, &weights[0], &mut expected)?;
-    let largest = expected.iter().fold(f32::MIN_POSITIVE, |a, b| a.max(b.abs()));
-    let difference = expected.iter().zip(&out).fold(0.0_f32, |a, (b, c)| a.max((b - c).abs()));
     Ok(Measurement {
         seconds,
         bytes: bytes + size_of_val(x.as_slice()) + size_of_val(out.as_slice()),
-        difference: difference / largest,
+        difference: difference(&expected, &out),
     })
+}
+
+/// A kernel other than a product that can be timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Operation {
+    /// Attention over an f32 cache.
+    AttentionF32,
+    /// Attention over an f16 cache.
+    AttentionF16,
+    /// Attention over an 8-bit cache.
+    AttentionQ8,
+    /// Activations to int8.
+    Quantize,
+    /// [`ops::gated_gelu`]
+    GatedGelu,
+    /// [`ops::sigmoid`]
+    Sigmoid,
+    /// [`ops::softmax`]
+    Softmax,
+}
+
+impl Operation {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::AttentionF32,
+        Self::AttentionF16,
+        Self::AttentionQ8,
+        Self::Quantize,
+        Self::GatedGelu,
+        Self::Sigmoid,
+        Self::Softmax,
+    ];
+
+    /// Whether it is attention, over one of the cache types.
+    #[must_use]
+    pub fn is_attention(self) -> bool {
+        matches!(self, Self::AttentionF32 | Self::AttentionF16 | Self::AttentionQ8)
+    }
+}
+
+impl std::fmt::Display for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::AttentionF32 => "attention F32",
+            Self::AttentionF16 => "attention F16",
+            Self::AttentionQ8 => "attention Q8",
+            Self::Quantize => "quantize",
+            Self::GatedGelu => "gated gelu",
+            Self::Sigmoid => "sigmoid",
+            Self::Softmax => "softmax",
+        })
+    }
+}
+
+/// What an operation is timed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// Heads and query tokens of attention.
+    pub attention: AttentionShape,
+    /// Cached entries that the last query sees; each query before it sees one less.
+    pub entries: usize,
+    /// Rows of the other operations.
+    pub rows: usize,
+    /// Columns of the other operations.
+    pub columns: usize,
+}
+
+/// Times an operation: the best of `repeats`, attention with other caches each time where `copies` is
+/// above 1.
+///
+/// # Errors
+///
+/// The size does not suit the operation, or a task panicked.
+pub fn time_operation(
+    pool: &Pool,
+    (operation, isa): (Operation, Isa),
+    size: Size,
+    repeats: usize,
+    copies: usize,
+) -> Result<Measurement, KernelError> {
+    let mut subject = Subject::new(operation, size, copies.max(1))?;
+    let mut seconds = f64::INFINITY;
+    for repeat in 0..repeats.max(1) {
+        seconds = seconds.min(subject.run(pool, isa, repeat)?);
+    }
+    subject.run(pool, isa, 0)?;
+    let actual = subject.out.clone();
+    subject.run(pool, Isa::named(Some("scalar"))?, 0)?;
+    Ok(Measurement {
+        seconds,
+        bytes: subject.bytes(),
+        difference: difference(&subject.out, &actual),
+    })
+}
+
+/// An operation and what it reads and writes.
+struct Subject {
+    operation: Operation,
+    size: Size,
+    values: Vec<f32>,
+    out: Vec<f32>,
+    quantized: QuantizedRows,
+    visible: Vec<Range<usize>>,
+    /// Keys and values, `[kv_heads, entries, head_dim]` each.
+    caches: Vec<[Cache; 2]>,
+}
+
+enum Cache {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Q8(Vec<KvBlock>),
+}
+
+impl Cache {
+    fn new(operation: Operation, values: &[f32]) -> Result<Self, KernelError> {
+        Ok(match operation {
+            Operation::AttentionF16 => {
+                Self::F16(values.iter().map(|value| f16::from_f32(*value)).collect())
+            }
+            Operation::AttentionQ8 => {
+                let zero = KvBlock { scale: f16::ZERO, values: [0; 32] };
+                let mut blocks = vec![zero; values.len() / 32];
+                quantize_kv(values, &mut blocks)?;
+                Self::Q8(blocks)
+            }
+            _ => Self::F32(values.to_vec()),
+        })
+    }
+
+    fn rows(&self) -> KvRows<'_> {
+        match self {
+            Self::F32(values) => KvRows::F32(values),
+            Self::F16(values) => KvRows::F16(values),
+            Self::Q8(blocks) => KvRows::Q8(blocks),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::F32(values) => size_of_val(values.as_slice()),
+            Self::F16(values) => size_of_val(values.as_slice()),
+            Self::Q8(blocks) => size_of_val(blocks.as_slice()),
+        }
+    }
+}
+
+impl Subject {
+    fn new(operation: Operation, size: Size, copies: usize) -> Result<Self, KernelError> {
+        let Size { attention: shape, entries, rows, columns } = size;
+        let mut random = Random(1);
+        let mut units = |rows, columns| {
+            let count = area("an operation", rows, columns)?;
+            Ok::<Vec<f32>, KernelError>((0..count).map(|_| random.unit()).collect())
+        };
+        let mut caches = Vec::new();
+        let mut visible = Vec::new();
+        let values = match operation {
+            operation if operation.is_attention() => {
+                let row = area("heads", shape.kv_heads, shape.head_dim)?;
+                let sides = [units(entries, row)?, units(entries, row)?];
+                for _ in 0..copies {
+                    let [keys, values] = &sides;
+                    caches.push([Cache::new(operation, keys)?, Cache::new(operation, values)?]);
+                }
+                let behind = |query: usize| entries.saturating_sub(shape.queries - 1 - query);
+                visible.extend((0..shape.queries).map(|query| 0..behind(query)));
+                units(shape.queries, area("heads", shape.heads, shape.head_dim)?)?
+            }
+            _ => units(rows, columns)?,
+        };
+        let out = values.clone();
+        Ok(Self { operation, size, values, out, quantized: QuantizedRows::new(), visible, caches })
+    }
+
+    fn bytes(&self) -> usize {
+        let cache = self.caches.first().map_or(0, |[keys, values]| keys.bytes() + values.bytes());
+        let written = match self.operation {
+            Operation::Quantize => self.quantized.bytes(),
+            _ => size_of_val(self.out.as_slice()),
+        };
+        cache + size_of_val(self.values.as_slice()) + written
+    }
+
+    fn run(&mut self, pool: &Pool, isa: Isa, repeat: usize) -> Result<f64, KernelError> {
+        let Size { attention: shape, entries, rows, columns } = self.size;
+        let (values, out) = (&self.values, &mut self.out);
+        // What works in place starts from the same values.
+        out.copy_from_slice(values);
+        let start = Instant::now();
+        match self.operation {
+            Operation::AttentionF32 | Operation::AttentionF16 | Operation::AttentionQ8 => {
+                let Some([keys, cached]) = self.caches.get(repeat % self.caches.len()) else {
+                    return Ok(0.0);
+                };
+                let segment = Segment {
+                    keys: keys.rows(),
+                    values: cached.rows(),
+                    entries,
+                    capacity: entries,
+                    positions: Positions::Consecutive(0),
+                };
+                let arguments = Attention {
+                    shape,
+                    scale: 1.0 / (shape.head_dim as f32).sqrt(),
+                    queries: values,
+                    segments: &[segment],
+                    visible: &self.visible,
+                };
+                attention(isa, pool, &arguments, out)?;
+            }
+            Operation::Quantize => self.quantized.quantize(isa, pool, values, rows, columns)?,
+            Operation::GatedGelu => ops::gated_gelu(isa, out, values)?,
+            Operation::Sigmoid => ops::sigmoid(isa, out),
+            Operation::Softmax => ops::softmax(isa, out, columns)?,
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        if self.operation == Operation::Quantize {
+            self.quantized.values(out);
+        }
+        Ok(seconds)
+    }
+}
+
+/// The largest difference, over the largest magnitude of the expected values.
+fn difference(expected: &[f32], actual: &[f32]) -> f32 {
+    let largest = expected.iter().fold(f32::MIN_POSITIVE, |a, b| a.max(b.abs()));
+    let difference = expected.iter().zip(actual).fold(0.0_f32, |a, (b, c)| a.max((b - c).abs()));
+    difference / largest
 }
 
 /// Bytes that are finite weights of any format: every 16 bits are a small f16 and a small bf16.

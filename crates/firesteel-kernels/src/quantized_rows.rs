@@ -55,6 +55,24 @@ impl QuantizedRows {
         self.columns
     }
 
+    /// Bytes of what they hold.
+    pub(crate) fn bytes(&self) -> usize {
+        size_of_val(self.blocks.as_slice())
+    }
+
+    /// The values that they stand for, `[rows, columns]`.
+    pub(crate) fn values(&self, out: &mut [f32]) {
+        for (row, out) in out.chunks_exact_mut(self.columns.max(1)).enumerate() {
+            for (k, out) in out.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+                let Some(block) = self.blocks.get(k * self.rows + row) else { continue };
+                let bytes = block.groups.iter().flat_map(|group| group.to_le_bytes());
+                for (out, byte) in out.iter_mut().zip(bytes) {
+                    *out = f32::from(byte.cast_signed()) * block.scale;
+                }
+            }
+        }
+    }
+
     /// Replaces the contents by `values`, `[rows, columns]`: v becomes round(v · 127 / max),
     /// ties to even, in units of max / 127, where max is the largest magnitude of the block.
     ///

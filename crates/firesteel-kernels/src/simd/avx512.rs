@@ -219,8 +219,8 @@ fn half_dots<const FIRST: usize>(
     x: &ActivationBlock,
 ) -> [__m512i; 2] {
     let mut dots = [start; 2];
-    for i in FIRST..FIRST + 4 {
-        let group = _mm512_set1_epi32(x.groups[i]);
+    for (i, group) in x.groups.iter().enumerate().skip(FIRST).take(4) {
+        let group = _mm512_set1_epi32(*group);
         dots[0] = _mm512_dpbusd_epi32(dots[0], weights[0][i], group);
         dots[1] = _mm512_dpbusd_epi32(dots[1], weights[1][i], group);
     }

@@ -2,8 +2,10 @@ use super::{BANDWIDTH_BYTES, cores};
 use crate::printer::{Printer, table};
 use anyhow::bail;
 use clap::Args;
-use firesteel_kernels::Pool;
-use firesteel_kernels::measure::{Shape, kernels, read_bandwidth, time};
+use firesteel_kernels::measure::{
+    Measurement, Operation, Shape, Size, kernels, read_bandwidth, time, time_operation,
+};
+use firesteel_kernels::{AttentionShape, Isa, Pool};
 use serde::Serialize;
 use std::process::ExitCode;
 
@@ -13,10 +15,16 @@ pub(super) struct BenchKernels {
     /// Activation rows, columns and weight rows
     #[arg(long, value_name = "M,K,N", value_delimiter = ',', default_values_t = [1, 2048, 6656])]
     shape: Vec<usize>,
+    /// Query heads, key/value heads and elements of a head, for attention of M queries
+    #[arg(long, value_name = "H,KV,D", value_delimiter = ',', default_values_t = [8, 2, 256])]
+    heads: Vec<usize>,
+    /// Cached entries that attention goes over
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    entries: usize,
     /// Threads [default: the cores]
     #[arg(long)]
     threads: Option<usize>,
-    /// Products timed of each kernel; the best counts
+    /// Runs timed of each kernel; the best counts
     #[arg(long, default_value_t = 20)]
     repeats: usize,
     /// Print JSON
@@ -34,6 +42,7 @@ struct Report {
 
 #[derive(Debug, Serialize)]
 struct Kernel {
+    /// Of the weights of a product; for anything else, its name.
     format: String,
     isa: String,
     seconds: f64,
@@ -41,7 +50,8 @@ struct Kernel {
     against_scalar: f64,
     /// Bytes touched a second over the read bandwidth.
     of_bandwidth: f64,
-    gflops: f64,
+    /// Of products and attention.
+    gflops: Option<f64>,
     /// Largest difference from scalar, over the largest magnitude.
     difference: f32,
 }
@@ -52,6 +62,9 @@ const COLD_BYTES: usize = 256 << 20;
 /// Largest dimension, and most bytes of a weight.
 const DIMENSION_LIMIT: usize = 1 << 20;
 
+/// Most heads, and elements of a head.
+const HEAD_LIMIT: usize = 1 << 12;
+
 impl BenchKernels {
     pub(super) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let [m, k, n] = match self.shape[..] {
@@ -61,6 +74,14 @@ impl BenchKernels {
         if k.saturating_mul(n) > 1 << 30 || m.saturating_mul(k.max(n)) > 1 << 30 {
             bail!("--shape {m},{k},{n}: matrices of up to 2^30 elements are measured");
         }
+        let [heads, kv_heads, head_dim] = match self.heads[..] {
+            [h, kv, d] if [h, kv, d].iter().all(|n| (1..=HEAD_LIMIT).contains(n)) => [h, kv, d],
+            _ => bail!("--heads takes H,KV,D, each from 1 to {HEAD_LIMIT}"),
+        };
+        let cached = self.entries.saturating_mul(kv_heads * head_dim);
+        if cached > 1 << 28 || m.saturating_mul(heads * head_dim) > 1 << 28 {
+            bail!("--entries {}: caches of up to 2^28 elements are measured", self.entries);
+        }
         let pool = Pool::new(self.threads.unwrap_or_else(cores))?;
         let bandwidth = read_bandwidth(&pool, BANDWIDTH_BYTES)?;
         let mut report = Report {
@@ -69,7 +90,23 @@ impl BenchKernels {
             read_bandwidth_bytes_per_second: bandwidth,
             kernels: Vec::new(),
         };
-        let mut scalar = 0.0;
+        let mut add = |format: String, isa: Isa, flops: Option<usize>, measured: Measurement| {
+            let scalar = report
+                .kernels
+                .iter()
+                .rfind(|kernel| kernel.format == format && kernel.isa == "scalar");
+            let scalar = scalar.map_or(measured.seconds, |kernel| kernel.seconds);
+            report.kernels.push(Kernel {
+                format,
+                isa: isa.name().into(),
+                seconds: measured.seconds,
+                against_scalar: scalar / measured.seconds,
+                of_bandwidth: measured.bytes as f64 / measured.seconds / bandwidth,
+                gflops: flops.map(|flops| flops as f64 / measured.seconds / 1e9),
+                difference: measured.difference,
+            });
+        };
+        let copies = |bytes: usize| COLD_BYTES.div_ceil(bytes.max(1)).clamp(1, self.repeats.max(1));
         for entry in kernels() {
             if k % entry.format.block_columns() != 0 {
                 printer.warn(&format!(
@@ -79,21 +116,30 @@ impl BenchKernels {
                 ));
                 continue;
             }
-            let bytes = entry.format.packed_bytes(n, k)?;
-            let copies = COLD_BYTES.div_ceil(bytes).clamp(1, self.repeats.max(1));
+            let copies = copies(entry.format.packed_bytes(n, k)?);
             let measured = time(&pool, entry, Shape { m, k, n }, self.repeats, copies)?;
-            if entry.isa.name() == "scalar" {
-                scalar = measured.seconds;
+            add(entry.format.to_string(), entry.isa, Some(2 * m * k * n), measured);
+        }
+        for operation in Operation::ALL {
+            let size = Size {
+                attention: AttentionShape { heads, kv_heads, head_dim, queries: m },
+                entries: self.entries,
+                rows: m,
+                columns: k,
+            };
+            let attends = operation.is_attention();
+            let copies = if attends { copies(8 * self.entries * kv_heads * head_dim) } else { 1 };
+            if operation == Operation::Quantize && k % 32 != 0 {
+                printer.warn("quantize needs a multiple of 32 columns and is left out");
+                continue;
             }
-            report.kernels.push(Kernel {
-                format: entry.format.to_string(),
-                isa: entry.isa.name().into(),
-                seconds: measured.seconds,
-                against_scalar: scalar / measured.seconds,
-                of_bandwidth: measured.bytes as f64 / measured.seconds / bandwidth,
-                gflops: 2.0 * (m * k * n) as f64 / measured.seconds / 1e9,
-                difference: measured.difference,
-            });
+            // Each query sees one entry more than the one before it.
+            let seen: usize = (0..m).map(|query| self.entries.saturating_sub(query)).sum();
+            let flops = attends.then_some(4 * seen * heads * head_dim);
+            for isa in Isa::available() {
+                let measured = time_operation(&pool, (operation, isa), size, self.repeats, copies)?;
+                add(operation.to_string(), isa, flops, measured);
+            }
         }
         if self.json {
             printer.json(&report)?;
@@ -103,7 +149,8 @@ impl BenchKernels {
             "M {m}, K {k}, N {n}, {} threads; times are of this run on this machine",
             report.threads
         ))?;
-        let titles = ["format", "isa", "against scalar", "of read bandwidth", "difference"];
+        let titles =
+            ["kernel", "isa", "against scalar", "of read bandwidth", "GFLOPS", "difference"];
         let mut rows = vec![titles.map(str::to_owned).to_vec()];
         for kernel in &report.kernels {
             rows.push(vec![
@@ -111,6 +158,7 @@ impl BenchKernels {
                 kernel.isa.clone(),
                 format!("{:.2}", kernel.against_scalar),
                 format!("{:.2}", kernel.of_bandwidth),
+                kernel.gflops.map_or(String::new(), |gflops| format!("{gflops:.1}")),
                 format!("{:.1e}", kernel.difference),
             ]);
         }
