@@ -38,8 +38,12 @@ pub(crate) struct OrtArgs {
     pub(crate) ort: Option<PathBuf>,
 }
 
-/// What a decoder is to be able to, besides one token a step.
-pub(crate) struct DecoderOptions {
+/// Who runs a sequence, and what it is to be able to besides one token a step.
+pub(crate) struct DecoderOptions<'a> {
+    /// Who executes the steps.
+    pub(crate) kind: RunnerKind,
+    /// Where ONNX Runtime is.
+    pub(crate) ort: &'a OrtArgs,
     /// Tokens of a prompt that a runner takes at once.
     pub(crate) prompt: usize,
     /// Most tokens of which all logits are wanted at once; 0 or 1 for one.
@@ -119,20 +123,22 @@ impl Source {
     /// `options` says, and an artifact has one step.
     pub(crate) fn decoder(
         &self,
-        kind: RunnerKind,
         spec: &StepSpec,
-        options: &DecoderOptions,
-        ort: &OrtArgs,
+        options: &DecoderOptions<'_>,
+        printer: &mut Printer,
     ) -> anyhow::Result<Box<dyn Decoder>> {
-        if let (Self::Checkpoint(checkpoint), RunnerKind::Cpu) = (self, kind) {
+        if let (Self::Checkpoint(checkpoint), RunnerKind::Cpu) = (self, options.kind) {
             let model = CpuModel::new(Arc::clone(checkpoint), None)?;
+            for warning in model.warnings() {
+                printer.warn(warning);
+            }
             let options = SequenceOptions { context: spec.context, kv: options.kv };
             return Ok(Box::new(model.sequence(options)?));
         }
         let Some(embedding) = self.embedding()? else {
             bail!("the artifact has no embedding table; export with --embedding");
         };
-        let runner = |spec: &StepSpec| self.runner(kind, Some(spec), false, ort);
+        let runner = |spec: &StepSpec| self.runner(options.kind, Some(spec), false, options.ort);
         let mut decoder = StepDecoder::new(&self.config()?, runner(spec)?, embedding)?;
         if matches!(self, Self::Artifact(_)) {
             return Ok(Box::new(decoder));

@@ -106,7 +106,7 @@ impl Check {
         let test = Source::open(&self.path, printer)?;
         let reference = Source::open(&self.against, printer)?;
         if self.fidelity.wanted() {
-            let report = self.fidelity.run(&test, &reference, &self.args)?;
+            let report = self.fidelity.run(&test, &reference, &self.args, printer)?;
             match self.json {
                 true => printer.json(&report)?,
                 false => fidelity::print(&report, printer)?,

@@ -195,12 +195,13 @@ impl Generate {
         };
         let spec = self.spec(&source, &config, prompt.as_ref().map_or(0, Vec::len))?;
         let wanted = DecoderOptions {
+            kind: self.runner.unwrap_or(source.default_runner(true)),
+            ort: &self.ort,
             prompt: PREFILL,
             all_logits: self.prompt_lookup.map_or(0, |proposal| proposal.saturating_add(1)),
             kv: self.kv,
         };
-        let kind = self.runner.unwrap_or(source.default_runner(true));
-        let decoder = source.decoder(kind, &spec, &wanted, &self.ort)?;
+        let decoder = source.decoder(&spec, &wanted, printer)?;
         if self.prompt_lookup.is_some() && !decoder.gives_all_logits(2) {
             printer.warn("--prompt-lookup does nothing: the artifact takes one token a step");
         }

@@ -71,6 +71,7 @@ impl FidelityArgs {
         test: &Source,
         reference: &Source,
         args: &CheckArgs,
+        printer: &mut Printer,
     ) -> anyhow::Result<FidelityReport> {
         let limits = [
             ("--max-kl", self.max_kl),
@@ -106,9 +107,10 @@ impl FidelityArgs {
             Source::Artifact(artifact) => Some(&**artifact),
             Source::Checkpoint(_) => None,
         });
-        let options = DecoderOptions { prompt: 1, all_logits: CHUNK, kv: self.kv };
-        let side = |source: &Source, kind| {
-            source.decoder(kind, &step(source, artifact, context)?, &options, &args.ort)
+        let mut side = |source: &Source, kind| {
+            let options =
+                DecoderOptions { kind, ort: &args.ort, prompt: 1, all_logits: CHUNK, kv: self.kv };
+            source.decoder(&step(source, artifact, context)?, &options, printer)
         };
         let mut left = side(reference, kinds[0])?;
         let mut right = side(test, kinds[1])?;
