@@ -6,7 +6,7 @@ use firesteel_engine::{Calibration, CheckpointEmbedding, Engine, EngineOptions};
 use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, Role, Runner, StepSpec};
 use std::sync::Arc;
 
-const IDS: [u32; 7] = [5, 17, 3, 200, 44, 44, 9];
+const IDS: [u32; 7] = [5, 17, 3, 96, 44, 44, 9];
 
 fn run(checkpoint: &Arc<Checkpoint>, ids: &[u32], sequence: usize) -> Calibration {
     Calibration::run(checkpoint, ids, sequence, &mut |_| {}).unwrap()
