@@ -480,6 +480,7 @@ fn help_of_bench() {
           --dtype <DTYPE>    Element type of the checkpoint that is made [default: bf16] [possible values: bf16, f16, f32]
           --fp32             Export in 32 bits instead of 16
           --runs <RUNS>      Pairs of runs; an even number [default: 6]
+          --rest <SECONDS>   Seconds that the disk rests before each run: space that was freed goes back to it after some, and a writer that takes it again before that is much faster or slower [default: 15]
           --dir <DIR>        Folder for what is written; it is removed again [default: .]
           --json             Print JSON
       -h, --help             Print help

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// Both write to the disk that holds --dir and wait until the bytes are there. The plain writer
 /// copies one buffer from memory, sequentially. Which of the two goes first alternates, and the
 /// ratio is the geometric mean of both orders' medians. Before each the system stores what others
-/// have written and the disk is waited for, so that none pays for another's bytes. A first pair
+/// have written, and the disk rests (--rest), so that none pays for another's bytes. A first pair
 /// that is not counted warms up.
 #[derive(Debug, Args)]
 pub(super) struct BenchExport {
@@ -38,6 +38,10 @@ pub(super) struct BenchExport {
     /// Pairs of runs; an even number
     #[arg(long, default_value_t = 6)]
     runs: usize,
+    /// Seconds that the disk rests before each run: space that was freed goes back to it after
+    /// some, and a writer that takes it again before that is much faster or slower
+    #[arg(long, value_name = "SECONDS", default_value_t = 15)]
+    rest: u64,
     /// Folder for what is written; it is removed again
     #[arg(long, value_name = "DIR", default_value = ".")]
     dir: PathBuf,
@@ -113,12 +117,13 @@ impl BenchExport {
             ratio_export_first: 0.0,
             peak_rss_anon_bytes: None,
         };
+        let rest = Duration::from_secs(self.rest.min(600));
         let out = scratch.path().join("artifact");
         let plain = scratch.path().join("plain");
         // The first pair warms the checkpoint's pages and the system's memory and is not counted.
         for run in 0..=self.runs {
             let timed_export = |peak: &mut Option<u64>| -> anyhow::Result<(f64, u64)> {
-                settle(&scratch)?;
+                settle(&scratch, rest)?;
                 let memory = MemoryWatch::start();
                 let start = Instant::now();
                 let artifact = export(&request, &out, &|_, _| {})?;
@@ -131,9 +136,11 @@ impl BenchExport {
             let (plain_seconds, export_seconds);
             if run % 2 == 0 {
                 (export_seconds, report.bytes) = timed_export(&mut report.peak_rss_anon_bytes)?;
-                plain_seconds = plain_write(&plain, &scratch, report.bytes)?;
+                settle(&scratch, rest)?;
+                plain_seconds = plain_write(&plain, report.bytes)?;
             } else {
-                plain_seconds = plain_write(&plain, &scratch, report.bytes)?;
+                settle(&scratch, rest)?;
+                plain_seconds = plain_write(&plain, report.bytes)?;
                 (export_seconds, report.bytes) = timed_export(&mut report.peak_rss_anon_bytes)?;
             }
             let ratio = export_seconds / plain_seconds;
@@ -155,12 +162,13 @@ impl BenchExport {
         } else {
             printer.line(format!(
                 "{} written; export / plain writer {:.2} ({} pairs; {:.2} with the plain writer \
-                 first, {:.2} with the export first; the disk was idle before each)",
+                 first, {:.2} with the export first; the disk rested {} s before each)",
                 mebibytes(report.bytes),
                 report.ratio,
                 report.runs.len(),
                 report.ratio_plain_first,
                 report.ratio_export_first,
+                rest.as_secs(),
             ))?;
             let memory = report.peak_rss_anon_bytes;
             printer.line(format!(
@@ -173,11 +181,10 @@ impl BenchExport {
 }
 
 /// Seconds that a sequential writer takes for `bytes` bytes until they are on the disk.
-fn plain_write(path: &Path, folder: &tempfile::TempDir, bytes: u64) -> anyhow::Result<f64> {
+fn plain_write(path: &Path, bytes: u64) -> anyhow::Result<f64> {
     // Not zeros, which some file systems store without writing.
     let buffer: Vec<u8> =
         (0..BUFFER as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    settle(folder)?;
     let start = Instant::now();
     let mut file = fs::File::create_new(path)?;
     let mut left = bytes;
@@ -198,13 +205,15 @@ const IDLE: u64 = 64 << 20;
 /// How long to wait for the disk at most: other programs may write all the time.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits until what was removed is free again and the system has stored what was written.
-fn settle(folder: &tempfile::TempDir) -> anyhow::Result<()> {
+/// Waits until what was removed is free again and the system has stored what was written, and then
+/// lets the disk rest.
+fn settle(folder: &tempfile::TempDir, rest: Duration) -> anyhow::Result<()> {
     rustix::fs::syncfs(fs::File::open(folder.path())?.file())?;
     let start = Instant::now();
     while unstored().is_some_and(|bytes| bytes > IDLE) && start.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(100));
     }
+    std::thread::sleep(rest);
     Ok(())
 }
 
