@@ -1363,6 +1363,12 @@ fn refusals() {
         (run(&["generate", SPARK_TINY, "--prompt", ""]), "the prompt is empty"),
         (run(&["generate", SPARK_TINY, "--prompt", "a", "--context", "0"]), "context is 0"),
         (run(&["bench", "export", "--runs", "0"]), "--runs 0: an even number is needed"),
+        (run(&["bench", "kernels", "--shape", "1,2"]), "--shape takes M,K,N"),
+        (run(&["bench", "kernels", "--heads", "8,0,64"]), "--heads takes H,KV,D"),
+        (
+            run(&["bench", "kernels", "--entries", "99999999"]),
+            "--entries 99999999: caches of up to 2^28 elements",
+        ),
     ];
     let mut wrong = Vec::new();
     for (arguments, expected) in &cases {
