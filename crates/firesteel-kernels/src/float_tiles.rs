@@ -14,7 +14,7 @@ const PANEL: usize = 64;
 /// multiple of every number of lanes.
 const COLUMNS: usize = 512;
 /// Fewer rows of `x` than this read `w` as it is.
-const FEW: usize = 8;
+const FEW: usize = 12;
 
 /// `write(m, n, values)` gets `Σ_k w[n + i][k] · x[m][k]` as value i, at most [`TILE`] of them, for all
 /// rows of both, which have `columns` columns.

@@ -1401,6 +1401,12 @@ fn refusals() {
             run(&["bench", "decode", SPARK_TINY, "--position", "90", "--context", "100"]),
             "--context 100: 154 tokens are measured, and have to fit",
         ),
+        (run(&["bench", "kernels", "--shape", "1,2"]), "--shape takes M,K,N"),
+        (run(&["bench", "kernels", "--heads", "8,0,64"]), "--heads takes H,KV,D"),
+        (
+            run(&["bench", "kernels", "--entries", "99999999"]),
+            "--entries 99999999: caches of up to 2^28 elements",
+        ),
     ];
     let mut wrong = Vec::new();
     for (arguments, expected) in &cases {

@@ -10,7 +10,7 @@ use crate::isa::Avx512Vnni;
 use crate::matrix::{Format, PackedBlock, PackedQ4, PackedQ4K, PackedQ6K, PackedQ8};
 use crate::quantized_rows::{ActivationBlock, BLOCK, Panel};
 use crate::simd::avx2::{self, prefetch};
-use crate::simd::{Kernel, MAX_STRIPS, QuantizedTile, STRIP, Simd};
+use crate::simd::{Kernel, QuantizedTile, STRIP, Simd};
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn run<K: Kernel>(simd: Avx512Vnni, kernel: K) -> K::Output {
@@ -101,31 +101,66 @@ impl Simd for Avx512Vnni {
     fn quantized_tile(self, tile: QuantizedTile<'_>) {
         let (sums, _) = tile.sums.as_chunks_mut::<{ 2 * STRIP }>();
         let (sums, _) = sums.as_chunks_mut::<2>();
+        let [a, b, c, d] = tile.strips;
+        let (format, panel) = (tile.format, tile.panel);
         // SAFETY: the token proves the features.
         unsafe {
-            match tile.format {
-                Format::Q8 => q8(tile.strips, tile.panel, sums),
-                Format::Q4 => q4(tile.strips, tile.panel, sums),
-                Format::Q4K => q4_k(tile.strips, tile.panel, sums),
-                Format::Q6K => q6_k(tile.strips, tile.panel, sums),
-                Format::F32 | Format::F16 | Format::BF16 => {}
+            if sums.len() < FEW && format != Format::Q8 {
+                tiles(format, [[a, b]], panel, Sums { rows: sums, first: 0 });
+                tiles(format, [[c, d]], panel, Sums { rows: sums, first: 1 });
+            } else {
+                tiles(format, [[a, b], [c, d]], panel, Sums { rows: sums, first: 0 });
             }
         }
     }
 }
 
-/// The sums of an activation row with the two pairs of strips.
-type Sums = [[f32; 2 * STRIP]; 2];
+/// Fewer activation rows than this pass over one pair of strips after the other: there is little to
+/// share, and two streams are read faster than four, unless there is as little to unpack as in Q8.
+const FEW: usize = 4;
+
+/// The products of P pairs of strips.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn tiles<const P: usize>(
+    format: Format,
+    strips: [[&[u8]; 2]; P],
+    panel: Panel<'_>,
+    sums: Sums<'_>,
+) {
+    match format {
+        Format::Q8 => q8(strips, panel, sums),
+        Format::Q4 => q4(strips, panel, sums),
+        Format::Q4K => q4_k(strips, panel, sums),
+        Format::Q6K => q6_k(strips, panel, sums),
+        Format::F32 | Format::F16 | Format::BF16 => {}
+    }
+}
+
+/// The sums of activation rows with two pairs of strips, from the `first` on.
+struct Sums<'a> {
+    rows: &'a mut [[[f32; 2 * STRIP]; 2]],
+    first: usize,
+}
+
+impl Sums<'_> {
+    /// The sums of P pairs.
+    fn rows<const P: usize>(&mut self) -> impl Iterator<Item = &mut [[f32; 2 * STRIP]; P]> {
+        let first = self.first;
+        self.rows.iter_mut().filter_map(move |row| row[first..].first_chunk_mut())
+    }
+}
 
 /// Vectors of eight groups of columns.
 type Groups = [__m512i; 8];
 
-/// The blocks of two pairs of strips, column block by column block.
+/// The blocks of P pairs of strips, column block by column block.
 #[inline(always)]
-fn blocks<B: PackedBlock>(strips: [&[u8]; MAX_STRIPS]) -> impl Iterator<Item = [[&B; 2]; 2]> {
-    let [a, b, c, d] = strips.map(B::strip);
-    let pairs = a.iter().zip(b).zip(c.iter().zip(d));
-    pairs.map(|((a, b), (c, d))| [[a, b], [c, d]])
+fn blocks<B: PackedBlock, const P: usize>(
+    strips: [[&[u8]; 2]; P],
+) -> impl Iterator<Item = [[&B; 2]; P]> {
+    let strips = strips.map(|pair| pair.map(B::strip));
+    let count = strips.as_flattened().iter().map(|strip| strip.len()).min().unwrap_or(0);
+    (0..count).map(move |k| strips.map(|[a, b]| [&a[k], &b[k]]))
 }
 
 /// Adds the lanes of eight vectors, in the order of [`Simd::sum`]: lane distances 8, 4, 2, 1.
@@ -210,31 +245,35 @@ fn nibbles(first: &[[[u8; 4]; STRIP]; 4], second: &[[[u8; 4]; STRIP]; 4]) -> [__
     ]
 }
 
-/// `start` plus the products of four groups from group `FIRST`, for both pairs of strips.
+/// `start` plus the products of four groups from group `FIRST`, for P pairs of strips.
 #[target_feature(enable = "avx512f,avx512vnni")]
 #[inline]
-fn half_dots<const FIRST: usize>(
+fn half_dots<const FIRST: usize, const P: usize>(
     start: __m512i,
-    weights: &[Groups; 2],
+    weights: &[Groups; P],
     x: &ActivationBlock,
-) -> [__m512i; 2] {
-    let mut dots = [start; 2];
+) -> [__m512i; P] {
+    let mut dots = [start; P];
     for (i, group) in x.groups.iter().enumerate().skip(FIRST).take(4) {
         let group = _mm512_set1_epi32(*group);
-        dots[0] = _mm512_dpbusd_epi32(dots[0], weights[0][i], group);
-        dots[1] = _mm512_dpbusd_epi32(dots[1], weights[1][i], group);
+        for (dot, weights) in dots.iter_mut().zip(weights) {
+            *dot = _mm512_dpbusd_epi32(*dot, weights[i], group);
+        }
     }
     dots
 }
 
-/// `start` plus the products of eight groups, for both pairs of strips. Two short chains keep the
+/// `start` plus the products of eight groups, for P pairs of strips. Two short chains keep the
 /// units busier than a long one.
 #[target_feature(enable = "avx512f,avx512vnni")]
 #[inline]
-fn dots(start: __m512i, weights: &[Groups; 2], x: &ActivationBlock) -> [__m512; 2] {
-    let [a, b] = half_dots::<0>(start, weights, x);
-    let [c, d] = half_dots::<4>(_mm512_setzero_si512(), weights, x);
-    [_mm512_cvtepi32_ps(_mm512_add_epi32(a, c)), _mm512_cvtepi32_ps(_mm512_add_epi32(b, d))]
+fn dots<const P: usize>(start: __m512i, weights: &[Groups; P], x: &ActivationBlock) -> [__m512; P] {
+    let low = half_dots::<0, P>(start, weights, x);
+    let mut high = half_dots::<4, P>(_mm512_setzero_si512(), weights, x);
+    for (high, low) in high.iter_mut().zip(low) {
+        *high = _mm512_add_epi32(*high, low);
+    }
+    high.map(|dot| _mm512_cvtepi32_ps(dot))
 }
 
 /// sums += value · (scale · x).
@@ -250,14 +289,14 @@ fn accumulate(sums: &mut [f32; 2 * STRIP], value: __m512, scale: __m512, x: f32)
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q4(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
-    for (k, blocks) in blocks::<PackedQ4>(strips).enumerate() {
+fn q4<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
+    for (k, blocks) in blocks::<PackedQ4, P>(strips).enumerate() {
         blocks.as_flattened().iter().for_each(|block| prefetch(*block));
         let weights = blocks.map(|[a, b]| nibbles(&a.nibbles, &b.nibbles));
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
-        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
+        for (sums, x) in sums.rows::<P>().zip(panel.block(k)) {
             let dots = dots(_mm512_set1_epi32(x.offset), &weights, x);
-            for i in 0..2 {
+            for i in 0..P {
                 accumulate(&mut sums[i], dots[i], scales[i], x.scale);
             }
         }
@@ -265,9 +304,9 @@ fn q4(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q8(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
+fn q8<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
     let sign = _mm512_set1_epi8(-128);
-    for (k, blocks) in blocks::<PackedQ8>(strips).enumerate() {
+    for (k, blocks) in blocks::<PackedQ8, P>(strips).enumerate() {
         blocks.as_flattened().iter().for_each(|block| prefetch(*block));
         // Weights plus 128.
         let weights = blocks.map(|[a, b]| {
@@ -275,20 +314,20 @@ fn q8(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
             [load(0), load(1), load(2), load(3), load(4), load(5), load(6), load(7)]
         });
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
-        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
+        for (sums, x) in sums.rows::<P>().zip(panel.block(k)) {
             let start = _mm512_slli_epi32::<4>(_mm512_set1_epi32(x.offset));
             let dots = dots(start, &weights, x);
-            for i in 0..2 {
+            for i in 0..P {
                 accumulate(&mut sums[i], dots[i], scales[i], x.scale);
             }
         }
     }
 }
 
-/// The scales and minima of a sub-block.
+/// The scales and minima of a sub-block, from those of the block.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn q4_k_scales([a, b]: [&PackedQ4K; 2], sub: usize) -> [__m512; 2] {
+fn q4_k_scales([a, b]: [&PackedQ4K; 2], sub: usize, [scales, mins]: [__m512; 2]) -> [__m512; 2] {
     let low = _mm512_cvtepu8_epi32(sixteen(&a.low[sub], &b.low[sub]));
     let high = _mm512_cvtepu8_epi32(sixteen(&a.high[sub % 4], &b.high[sub % 4]));
     let high = if sub < 4 { high } else { _mm512_srli_epi32::<4>(high) };
@@ -301,22 +340,21 @@ fn q4_k_scales([a, b]: [&PackedQ4K; 2], sub: usize) -> [__m512; 2] {
         _mm512_srli_epi32::<4>(low),
         _mm512_and_si512(_mm512_slli_epi32::<2>(high), two),
     );
-    [
-        _mm512_mul_ps(load_scales(&a.scales, &b.scales), _mm512_cvtepi32_ps(scale)),
-        _mm512_mul_ps(load_scales(&a.mins, &b.mins), _mm512_cvtepi32_ps(min)),
-    ]
+    [_mm512_mul_ps(scales, _mm512_cvtepi32_ps(scale)), _mm512_mul_ps(mins, _mm512_cvtepi32_ps(min))]
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q4_k(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
-    for (k, blocks) in blocks::<PackedQ4K>(strips).enumerate() {
+fn q4_k<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
+    for (k, blocks) in blocks::<PackedQ4K, P>(strips).enumerate() {
+        let of_block =
+            blocks.map(|[a, b]| [load_scales(&a.scales, &b.scales), load_scales(&a.mins, &b.mins)]);
         for sub in 0..8 {
             blocks.as_flattened().iter().for_each(|block| prefetch(&block.nibbles[sub]));
             let weights = blocks.map(|[a, b]| nibbles(&a.nibbles[sub], &b.nibbles[sub]));
-            let scales = blocks.map(|pair| q4_k_scales(pair, sub));
-            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
+            let scales: [_; P] = std::array::from_fn(|i| q4_k_scales(blocks[i], sub, of_block[i]));
+            for (sums, x) in sums.rows::<P>().zip(panel.block(k * 8 + sub)) {
                 let dots = dots(_mm512_setzero_si512(), &weights, x);
-                for i in 0..2 {
+                for i in 0..P {
                     let [scale, min] = scales[i];
                     accumulate(&mut sums[i], dots[i], scale, x.scale);
                     // SAFETY: the array has 64 bytes.
@@ -353,8 +391,8 @@ fn q6_k_values([first, second]: [&PackedQ6K; 2], sub: usize) -> Groups {
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q6_k(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
-    for (k, blocks) in blocks::<PackedQ6K>(strips).enumerate() {
+fn q6_k<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
+    for (k, blocks) in blocks::<PackedQ6K, P>(strips).enumerate() {
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
         for sub in 0..8 {
             for block in blocks.as_flattened() {
@@ -371,11 +409,11 @@ fn q6_k(strips: [&[u8]; MAX_STRIPS], panel: Panel<'_>, sums: &mut [Sums]) {
             });
             // Four times the one or the other of a pair of int16.
             let (first, second) = (_mm512_set1_epi32(4), _mm512_set1_epi32(4 << 16));
-            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
+            for (sums, x) in sums.rows::<P>().zip(panel.block(k * 8 + sub)) {
                 let offsets = _mm512_set1_epi32(bytemuck::cast(x.half_offsets));
-                let first = half_dots::<0>(_mm512_madd_epi16(offsets, first), &weights, x);
-                let second = half_dots::<4>(_mm512_madd_epi16(offsets, second), &weights, x);
-                for i in 0..2 {
+                let first = half_dots::<0, P>(_mm512_madd_epi16(offsets, first), &weights, x);
+                let second = half_dots::<4, P>(_mm512_madd_epi16(offsets, second), &weights, x);
+                for i in 0..P {
                     // Exact: both terms and their sum are integers below 2²⁴.
                     let dot = _mm512_mul_ps(_mm512_cvtepi32_ps(first[i]), sub_scales[i][0]);
                     let second = _mm512_cvtepi32_ps(second[i]);
