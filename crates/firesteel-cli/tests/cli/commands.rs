@@ -314,6 +314,11 @@ fn help_of_check() {
 
               [default: 0.05]
 
+          --kv <FORMAT>
+              The cpu runner stores keys and values of --text and --prompts in this format: f32, f16 or q8
+
+              [default: f16]
+
           --max-kl <NATS>
               Largest mean KL divergence over --text, in nats
 
@@ -438,6 +443,11 @@ fn help_of_generate() {
 
           --ort <PATH>
               ONNX Runtime library, or a folder that holds it; else FIRESTEEL_ORT, else what `firesteel setup ort` installed
+
+          --kv <FORMAT>
+              The cpu runner stores keys and values in this format: f32, f16 or q8
+
+              [default: f16]
 
           --context <N>
               Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens; 4096 with --interactive]
