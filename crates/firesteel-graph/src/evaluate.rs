@@ -1,9 +1,9 @@
 use crate::{Constant, GeluForm, Graph, GraphError, Node, Op, ValueId, infer::broadcast};
-use firesteel_tensor::{DType, Tensor, TensorView, read_f32};
+use firesteel_tensor::{DType, Tensor, TensorView, read_f32, read_i32};
 use half::f16;
 use rayon::prelude::*;
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -13,7 +13,8 @@ use std::sync::Arc;
 /// f32 graph gives the function that it writes down, to the last bit of its outputs. f16 values
 /// are rounded after every node, because their range and precision are what an f16 graph must
 /// live with: it gives what a runtime gives that computes each operator wider and stores f16.
-/// Weights that a `Gemm` reads stay where they are and are widened row by row.
+/// Quantization and the way back are computed in f32, as runtimes do. Weights that a `Gemm` reads,
+/// quantized or not, stay where they are and are widened row by row.
 #[derive(Debug)]
 pub struct Evaluator {
     graph: Graph,
@@ -21,6 +22,8 @@ pub struct Evaluator {
     released: Vec<Vec<ValueId>>,
     /// Constants that are not the weight of a `Gemm`, widened.
     constants: HashMap<ValueId, Values>,
+    /// Weights of a `Gemm` that a node makes from a constant: that node.
+    dequantized: HashMap<ValueId, usize>,
 }
 
 type Values = Arc<Vec<f64>>;
@@ -45,6 +48,33 @@ impl Evaluator {
                 return Err(GraphError::Value { name: value.name.clone(), problem });
             }
         }
+        // Values that are read other than as the weight of a Gemm.
+        let mut whole: HashSet<ValueId> = graph.outputs().iter().copied().collect();
+        let mut readers: HashMap<ValueId, usize> = HashMap::new();
+        for node in graph.nodes() {
+            node.inputs.iter().for_each(|id| *readers.entry(*id).or_default() += 1);
+            let kept = |i: usize| i == 1 && node.op == Op::Gemm;
+            let inputs = node.inputs.iter().enumerate();
+            whole.extend(inputs.filter(|(i, _)| !kept(*i)).map(|(_, id)| *id));
+        }
+        let mut dequantized = HashMap::new();
+        for (index, node) in graph.nodes().iter().enumerate() {
+            let (output, from) = (node.outputs[0], node.inputs[0]);
+            let by_row = matches!(node.op, Op::DequantizeLinear { axis: None | Some(0) });
+            let alone = readers.get(&from) == Some(&1) && graph.constant(from).is_some();
+            if by_row && alone && !whole.contains(&output) {
+                dequantized.insert(output, index);
+                whole.remove(&from);
+            }
+        }
+        let mut constants = HashMap::new();
+        for (id, _) in graph.constants() {
+            if whole.contains(&id) {
+                constants.insert(id, Arc::new(constant_range(&graph, id, None)?));
+            }
+        }
+        let mut pinned: HashSet<ValueId> = graph.outputs().iter().copied().collect();
+        pinned.extend(dequantized.values().flat_map(|index| &graph.nodes()[*index].inputs));
         let mut last_reader: HashMap<ValueId, usize> = HashMap::new();
         for (index, node) in graph.nodes().iter().enumerate() {
             for id in node.inputs.iter().chain(&node.outputs) {
@@ -53,23 +83,11 @@ impl Evaluator {
         }
         let mut released = vec![Vec::new(); graph.nodes().len()];
         for (id, index) in last_reader {
-            if !graph.outputs().contains(&id) {
+            if !pinned.contains(&id) {
                 released[index].push(id);
             }
         }
-        let mut constants = HashMap::new();
-        for (id, _) in graph.constants() {
-            let read_otherwise = graph.nodes().iter().any(|node| {
-                let inputs = node.inputs.iter().enumerate();
-                inputs
-                    .into_iter()
-                    .any(|(i, input)| *input == id && !(i == 1 && node.op == Op::Gemm))
-            });
-            if read_otherwise || graph.outputs().contains(&id) {
-                constants.insert(id, Arc::new(constant_values(&graph, id)?));
-            }
-        }
-        Ok(Self { graph, released, constants })
+        Ok(Self { graph, released, constants, dequantized })
     }
 
     /// The graph.
@@ -102,9 +120,16 @@ impl Evaluator {
                     actual: tensor.shape().to_vec(),
                 });
             }
-            values.insert(*id, Arc::new(widen(&tensor.to_f32()?)));
+            let widened = match declared.dtype.integer_range() {
+                Some(_) => tensor.to_i32()?.into_iter().map(f64::from).collect(),
+                None => widen(&tensor.to_f32()?),
+            };
+            values.insert(*id, Arc::new(widened));
         }
         for (node, released) in graph.nodes().iter().zip(&self.released) {
+            if self.dequantized.contains_key(&node.outputs[0]) {
+                continue;
+            }
             let results = self.execute(node, &values)?;
             for (id, mut data) in node.outputs.iter().zip(results) {
                 if graph.value(*id).dtype == DType::F16 {
@@ -118,8 +143,15 @@ impl Evaluator {
         }
         let output = |id: &ValueId| {
             let value = graph.value(*id);
-            let data = values.get(id).map(|data| narrow(data)).unwrap_or_default();
-            Tensor::from_f32_as(value.dtype, value.shape.clone(), data)
+            let data = values.get(id).map_or(&[][..], |data| data.as_slice());
+            let shape = value.shape.clone();
+            match value.dtype.integer_range() {
+                Some(_) => {
+                    let integers: Vec<i32> = data.iter().map(|v| *v as i32).collect();
+                    Tensor::from_i32_as(value.dtype, shape, &integers)
+                }
+                None => Tensor::from_f32_as(value.dtype, shape, narrow(data)),
+            }
         };
         Ok(graph.outputs().iter().map(output).collect::<Result<_, _>>()?)
     }
@@ -184,6 +216,18 @@ impl Evaluator {
             Op::MatMul => matmul(operand(0), shape(0), operand(1), shape(1))?,
             Op::Gemm => self.gemm(node, values)?,
             Op::Reshape { .. } | Op::Cast { .. } => operand(0).to_vec(),
+            Op::QuantizeLinear { axis } => {
+                let scales = Scales::new(shape(0), *axis, operand(1), operand(2));
+                let (least, most) = self.range(node.outputs[0]);
+                scales.map(operand(0), |x, scale, zero| {
+                    let steps = (x as f32 / scale).round_ties_even();
+                    // NaN becomes the least number.
+                    (f64::from(steps) + zero).clamp(least, most).max(least)
+                })
+            }
+            Op::DequantizeLinear { axis } => {
+                Scales::new(shape(0), *axis, operand(1), operand(2)).map(operand(0), dequantize)
+            }
             Op::Transpose { permutation } => transpose(operand(0), shape(0), permutation),
             Op::Slice { axis, start, end } => cut(operand(0), shape(0), *axis, *start, *end),
             Op::Split { axis, sizes } => {
@@ -210,6 +254,42 @@ impl Evaluator {
         Ok(vec![single])
     }
 
+    /// Smallest and largest number that an integer value holds.
+    fn range(&self, id: ValueId) -> (f64, f64) {
+        let (least, most) = self.graph.value(id).dtype.integer_range().unwrap_or_default();
+        (least.into(), most.into())
+    }
+
+    /// Whole rows of a Gemm's weight that is not kept widened.
+    fn weight_rows(
+        &self,
+        id: ValueId,
+        range: Range<usize>,
+        values: &HashMap<ValueId, Values>,
+    ) -> Result<Vec<f64>, GraphError> {
+        let Some(node) = self.dequantized.get(&id).map(|index| &self.graph.nodes()[*index]) else {
+            return constant_range(&self.graph, id, Some(range));
+        };
+        let shape = &self.graph.value(id).shape;
+        let columns = shape[1].max(1);
+        let rows = range.start / columns..range.end / columns;
+        let stored = constant_range(&self.graph, node.inputs[0], Some(range))?;
+        let axis = match node.op {
+            Op::DequantizeLinear { axis } => axis,
+            _ => None,
+        };
+        let parameter = |index: usize| {
+            let data = values.get(&node.inputs[index]).map_or(&[][..], |data| data.as_slice());
+            if axis.is_some() { data.get(rows.clone()).unwrap_or_default() } else { data }
+        };
+        let scales = Scales::new(shape, axis, parameter(1), parameter(2));
+        let mut result = scales.map(&stored, dequantize);
+        if self.graph.value(id).dtype == DType::F16 {
+            result.iter_mut().for_each(|v| *v = f16::from_f64(*v).to_f64());
+        }
+        Ok(result)
+    }
+
     /// a [M, K] · bᵀ for b [N, K], which may be a constant that is not kept widened.
     fn gemm(&self, node: &Node, values: &HashMap<ValueId, Values>) -> Result<Vec<f64>, GraphError> {
         let (a_id, b_id) = (node.inputs[0], node.inputs[1]);
@@ -225,7 +305,7 @@ impl Evaluator {
                 let range = start * inner..end * inner;
                 let weights: Cow<'_, [f64]> = match known {
                     Some(data) => Cow::Borrowed(&data[range]),
-                    None => Cow::Owned(constant_range(&self.graph, b_id, range)?),
+                    None => Cow::Owned(self.weight_rows(b_id, range, values)?),
                 };
                 // One row of results a token, so that the blocks can be interleaved below.
                 let mut result = Vec::with_capacity(columns * (end - start));
@@ -247,6 +327,35 @@ impl Evaluator {
     }
 }
 
+/// The scales and zero points of a tensor.
+struct Scales<'a> {
+    scales: &'a [f64],
+    zeros: &'a [f64],
+    /// Consecutive elements with the same scale.
+    inner: usize,
+}
+
+impl<'a> Scales<'a> {
+    fn new(shape: &[usize], axis: Option<usize>, scales: &'a [f64], zeros: &'a [f64]) -> Self {
+        let inner = axis.map_or(usize::MAX, |axis| shape[axis + 1..].iter().product());
+        Self { scales, zeros, inner: inner.max(1) }
+    }
+
+    /// `f(element, scale, zero point)` for each element; scales are f32.
+    fn map(&self, data: &[f64], f: impl Fn(f64, f32, f64) -> f64) -> Vec<f64> {
+        let mut result = Vec::with_capacity(data.len());
+        let parameters = self.scales.iter().zip(self.zeros).cycle();
+        for (data, (scale, zero)) in data.chunks(self.inner).zip(parameters) {
+            result.extend(data.iter().map(|x| f(*x, *scale as f32, *zero)));
+        }
+        result
+    }
+}
+
+fn dequantize(x: f64, scale: f32, zero: f64) -> f64 {
+    f64::from((x - zero) as f32 * scale)
+}
+
 /// Σ x·w in eight fixed lanes.
 fn dot(x: &[f64], w: &[f64]) -> f64 {
     let mut lanes = [0f64; 8];
@@ -260,33 +369,46 @@ fn dot(x: &[f64], w: &[f64]) -> f64 {
     lanes.iter().sum::<f64>() + rest
 }
 
-fn constant_values(graph: &Graph, id: ValueId) -> Result<Vec<f64>, GraphError> {
-    let count = graph.value(id).shape.iter().product();
-    constant_range(graph, id, 0..count)
-}
-
-/// Elements of a constant, widened.
-fn constant_range(graph: &Graph, id: ValueId, range: Range<usize>) -> Result<Vec<f64>, GraphError> {
+/// Elements of a constant, all of them or a range, widened.
+fn constant_range(
+    graph: &Graph,
+    id: ValueId,
+    range: Option<Range<usize>>,
+) -> Result<Vec<f64>, GraphError> {
     let value = graph.value(id);
-    let size = value.dtype.size();
+    let range = range.unwrap_or_else(|| 0..value.shape.iter().product());
     let problem = |problem: String| GraphError::Constant { name: value.name.clone(), problem };
-    let mut values = vec![0f32; range.len()];
+    // Elements that share a byte are read from the byte's first one on.
+    let per_byte = (8 / value.dtype.bits()).max(1);
+    let skipped = range.start % per_byte;
+    let (first, count) = (range.start - skipped, range.len() + skipped);
+    let bytes_of = |count: usize| value.dtype.byte_count(&[count]).unwrap_or(usize::MAX);
+    let read = |bytes: &[u8]| -> Result<Vec<f64>, GraphError> {
+        let mut values: Vec<f64> = if value.dtype.integer_range().is_some() {
+            let mut integers = vec![0; count];
+            read_i32(value.dtype, bytes, &mut integers)?;
+            integers.into_iter().map(f64::from).collect()
+        } else {
+            let mut floats = vec![0f32; count];
+            read_f32(value.dtype, bytes, &mut floats)?;
+            widen(&floats)
+        };
+        values.drain(..skipped);
+        Ok(values)
+    };
     match graph.constant(id) {
         Some(Constant::Tensor(tensor)) => {
-            let bytes = tensor
-                .bytes()
-                .get(range.start * size..range.end * size)
-                .ok_or_else(|| problem("is shorter than its shape".into()))?;
-            read_f32(value.dtype, bytes, &mut values)?;
+            let start = bytes_of(first);
+            let bytes = tensor.bytes().get(start..start.saturating_add(bytes_of(count)));
+            read(bytes.ok_or_else(|| problem("is shorter than its shape".into()))?)
         }
         Some(Constant::Source(source)) => {
-            let mut bytes = vec![0u8; range.len() * size];
-            source.write(range.start, &mut bytes).map_err(problem)?;
-            read_f32(value.dtype, &bytes, &mut values)?;
+            let mut bytes = vec![0u8; bytes_of(count)];
+            source.write(first, &mut bytes).map_err(problem)?;
+            read(&bytes)
         }
-        None => return Err(problem("is not a constant".into())),
+        None => Err(problem("is not a constant".into())),
     }
-    Ok(widen(&values))
 }
 
 fn widen(values: &[f32]) -> Vec<f64> {
@@ -561,6 +683,83 @@ mod tests {
         let a = (vec![2, 1, 2], vec![1., 2., 3., 4.]);
         let b = (vec![1, 2, 1], vec![10., 1.]);
         assert_eq!(run(Op::MatMul, &[a, b]), vec![vec![12., 34.]]);
+    }
+
+    #[test]
+    fn quantization_rounds_half_to_even_and_saturates() {
+        let x = vec![-9.0f32, -0.75, -0.25, 0.25, 0.75, 1.25, 1e9, f32::NEG_INFINITY];
+        let cases: [(DType, i32, [i32; 8]); 5] = [
+            (DType::I8, 0, [-18, -2, 0, 0, 2, 2, 127, -128]),
+            (DType::U8, 10, [0, 8, 10, 10, 12, 12, 255, 0]),
+            (DType::I16, 0, [-18, -2, 0, 0, 2, 2, 32767, -32768]),
+            (DType::U16, 40000, [39982, 39998, 40000, 40000, 40002, 40002, 65535, 0]),
+            (DType::I4, 0, [-8, -2, 0, 0, 2, 2, 7, -8]),
+        ];
+        for (dtype, zero, expected) in cases {
+            let mut graph = Graph::new("quantize");
+            let input = graph.input("x", DType::F32, vec![8]).unwrap();
+            let scale = Tensor::from_f32(vec![], vec![0.5]).unwrap();
+            let zero = Tensor::from_i32_as(dtype, vec![], &[zero]).unwrap();
+            let constant = |tensor: Tensor| Constant::Tensor(tensor);
+            let scale = graph.add_constant("scale", DType::F32, vec![], constant(scale)).unwrap();
+            let zero = graph.add_constant("zero", dtype, vec![], constant(zero)).unwrap();
+            let quantize = Op::QuantizeLinear { axis: None };
+            let q = graph.add(quantize, &[input, scale, zero], "q").unwrap();
+            let back = Op::DequantizeLinear { axis: None };
+            let y = graph.add(back, &[q, scale, zero], "y").unwrap();
+            graph.output(q).unwrap();
+            graph.output(y).unwrap();
+            let x = Tensor::from_f32(vec![8], x.clone()).unwrap();
+            let outputs = Evaluator::new(graph).unwrap().run(&[x.view()]).unwrap();
+            assert_eq!(outputs[0].view().to_i32().unwrap(), expected, "{dtype}");
+            let zero = expected[2] as f32;
+            let real: Vec<f32> = expected.iter().map(|q| (*q as f32 - zero) * 0.5).collect();
+            assert_eq!(&*outputs[1].view().to_f32().unwrap(), real, "{dtype}");
+        }
+    }
+
+    #[test]
+    fn quantized_weights_of_a_gemm_are_read_by_row() {
+        // Odd rows, so that a row of 4-bit numbers starts within a byte.
+        let (rows, columns) = (70, 3);
+        let values: Vec<i32> = (0..rows * columns).map(|i| (i as i32 * 7) % 15 - 7).collect();
+        let scales: Vec<f32> = (0..rows).map(|row| 0.5 + row as f32).collect();
+        for dtype in [DType::I4, DType::I8] {
+            for per_row in [true, false] {
+                let axis = per_row.then_some(0);
+                let shape = if per_row { vec![rows] } else { vec![] };
+                let scales = if per_row { scales.clone() } else { vec![0.25] };
+                let mut graph = Graph::new("linear");
+                let x = graph.input("x", DType::F32, vec![1, columns]).unwrap();
+                let mut add = |name: &str, dtype, shape: &[usize], tensor: Tensor| {
+                    let tensor = Constant::Tensor(tensor);
+                    graph.add_constant(name, dtype, shape.to_vec(), tensor).unwrap()
+                };
+                let weight = Tensor::from_i32_as(dtype, vec![rows, columns], &values).unwrap();
+                let w = add("w", dtype, &[rows, columns], weight);
+                let scale = Tensor::from_f32(shape.clone(), scales.clone()).unwrap();
+                let s = add("s", DType::F32, &shape, scale);
+                let zeros = vec![0; scales.len()];
+                let zero = Tensor::from_i32_as(dtype, shape.clone(), &zeros).unwrap();
+                let z = add("z", dtype, &shape, zero);
+                let w = graph.add(Op::DequantizeLinear { axis }, &[w, s, z], "w_real").unwrap();
+                let y = graph.add(Op::Gemm, &[x, w], "y").unwrap();
+                graph.output(y).unwrap();
+                let x = [1.0f32, -2.0, 4.0];
+                let input = Tensor::from_f32(vec![1, 3], x.to_vec()).unwrap();
+                let evaluator = Evaluator::new(graph).unwrap();
+                let outputs = evaluator.run(&[input.view()]).unwrap();
+                let expected: Vec<f32> = values
+                    .chunks(columns)
+                    .enumerate()
+                    .map(|(row, w)| {
+                        let scale = scales[if per_row { row } else { 0 }];
+                        w.iter().zip(x).map(|(w, x)| *w as f32 * scale * x).sum()
+                    })
+                    .collect();
+                assert_eq!(&*outputs[0].view().to_f32().unwrap(), expected, "{dtype} {axis:?}");
+            }
+        }
     }
 
     #[test]

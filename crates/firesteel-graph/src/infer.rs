@@ -8,6 +8,7 @@ pub(crate) fn infer(op: &Op, inputs: &[&Value]) -> Result<Inferred, String> {
     let arity = match op {
         Op::Add | Op::Sub | Op::Mul | Op::Div | Op::Max => Some(2),
         Op::MatMul | Op::Gemm | Op::RmsNormalization { .. } => Some(2),
+        Op::QuantizeLinear { .. } | Op::DequantizeLinear { .. } => Some(3),
         Op::Concat { .. } => None,
         _ => Some(1),
     };
@@ -20,11 +21,13 @@ pub(crate) fn infer(op: &Op, inputs: &[&Value]) -> Result<Inferred, String> {
     }
     let first = inputs[0];
     let dtype = first.dtype;
-    if let Some(other) = inputs.iter().find(|v| v.dtype != dtype) {
-        return Err(format!("element types differ: {dtype} and {}", other.dtype));
-    }
-    if !matches!(dtype, DType::F32 | DType::F16) {
-        return Err(format!("{dtype} is not computed; f32 and f16 are"));
+    if !matches!(op, Op::QuantizeLinear { .. } | Op::DequantizeLinear { .. }) {
+        if let Some(other) = inputs.iter().find(|v| v.dtype != dtype) {
+            return Err(format!("element types differ: {dtype} and {}", other.dtype));
+        }
+        if !matches!(dtype, DType::F32 | DType::F16) {
+            return Err(format!("{dtype} is not computed; f32 and f16 are"));
+        }
     }
     let shape = &first.shape;
     let rank = shape.len();
@@ -138,6 +141,8 @@ pub(crate) fn infer(op: &Op, inputs: &[&Value]) -> Result<Inferred, String> {
             }
             one(dtype, result)
         }
+        Op::QuantizeLinear { axis } => one(infer_qdq(true, *axis, inputs)?, shape.clone()),
+        Op::DequantizeLinear { axis } => one(infer_qdq(false, *axis, inputs)?, shape.clone()),
         Op::Cast { to } => {
             if !matches!(to, DType::F32 | DType::F16) {
                 return Err(format!("no cast to {to}"));
@@ -145,6 +150,30 @@ pub(crate) fn infer(op: &Op, inputs: &[&Value]) -> Result<Inferred, String> {
             one(*to, shape.clone())
         }
     }
+}
+
+/// The element type that a quantization (or the way back) makes.
+fn infer_qdq(quantizes: bool, axis: Option<usize>, inputs: &[&Value]) -> Result<DType, String> {
+    let (x, scale, zero) = (inputs[0], inputs[1], inputs[2]);
+    let (real, integer) = if quantizes { (x.dtype, zero.dtype) } else { (scale.dtype, x.dtype) };
+    if !matches!(real, DType::F32 | DType::F16) || scale.dtype != real {
+        return Err(format!("{} scales for {real}; f32 or f16 for both", scale.dtype));
+    }
+    if integer.integer_range().is_none() || zero.dtype != integer {
+        let accepted = "integers of at most 16 bits for both";
+        return Err(format!("zero points in {} for {integer}; {accepted}", zero.dtype));
+    }
+    let expected = match axis {
+        None => Vec::new(),
+        Some(axis) => match x.shape.get(axis) {
+            Some(length) => vec![*length],
+            None => return Err(format!("axis {axis} of a rank-{} tensor", x.shape.len())),
+        },
+    };
+    if scale.shape != expected || zero.shape != expected {
+        return Err(format!("scales and zero points must have shape {expected:?}"));
+    }
+    Ok(if quantizes { integer } else { real })
 }
 
 /// The common shape of two tensors under NumPy's rules.

@@ -101,6 +101,19 @@ pub enum Op {
         /// The target type.
         to: DType,
     },
+    /// round(x / scale) + zero point, saturated; halves round to even. Inputs x, scale, zero
+    /// point; the output has the type of the zero point. One scale for the whole tensor, or one an
+    /// index of an axis.
+    QuantizeLinear {
+        /// The axis of a vector of scales; `None` for one scale.
+        axis: Option<usize>,
+    },
+    /// (x − zero point) · scale. Inputs x, scale, zero point, the latter of the type of x; the
+    /// output has the type of the scale.
+    DequantizeLinear {
+        /// The axis of a vector of scales; `None` for one scale.
+        axis: Option<usize>,
+    },
 }
 
 impl Op {
@@ -131,6 +144,8 @@ impl Op {
             Op::Split { .. } => "Split",
             Op::Concat { .. } => "Concat",
             Op::Cast { .. } => "Cast",
+            Op::QuantizeLinear { .. } => "QuantizeLinear",
+            Op::DequantizeLinear { .. } => "DequantizeLinear",
         }
     }
 
@@ -139,6 +154,8 @@ impl Op {
         match self {
             Op::RmsNormalization { .. } => 23,
             Op::Gelu(_) => 20,
+            // 16-bit and 4-bit integers.
+            Op::QuantizeLinear { .. } | Op::DequantizeLinear { .. } => 21,
             // Axes of ReduceMean and ReduceMax became an input, Split got num_outputs.
             _ => 18,
         }

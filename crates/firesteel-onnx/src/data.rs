@@ -129,7 +129,8 @@ impl Chunk<'_> {
                     *buffer = Buffer::zeroed(CHUNK);
                 }
                 let out = &mut buffer.bytes_mut()[..self.length];
-                let first = usize::try_from(self.start / self.part.dtype.size() as u64)
+                let first = u128::from(self.start) * 8 / self.part.dtype.bits() as u128;
+                let first = usize::try_from(first)
                     .map_err(|_| fail("has more elements than can be addressed".into()))?;
                 source.write(first, out).map_err(fail)?;
                 out

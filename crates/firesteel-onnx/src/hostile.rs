@@ -157,7 +157,12 @@ const REFUSED: &[(&str, Change, &str)] = &[
     ("negative dimension", |m| initializer(m, "w").dims[0] = -16, "has dimension -16"),
     ("rank", |m| initializer(m, "w").dims = vec![1; 9], "has rank 9"),
     ("string tensor", |m| initializer(m, "b").data_type = 8, "element type 8"),
-    ("4-bit tensor", |m| initializer(m, "b").data_type = 22, "element type 22"),
+    ("unsigned 4-bit tensor", |m| initializer(m, "b").data_type = 21, "element type 21"),
+    (
+        "4-bit tensor of another length",
+        |m| initializer(m, "b").data_type = 22,
+        "initializer b: shape [16] of i4 needs 8 bytes, got 64",
+    ),
     (
         "f16 in int32_data",
         |m| {

@@ -78,6 +78,12 @@ pub(crate) fn spell(op: &Op) -> Result<Spelling, String> {
                 ..Default::default()
             });
         }
+        // The output's type is that of the zero point, which is always an input.
+        Op::QuantizeLinear { axis } | Op::DequantizeLinear { axis } => {
+            if let Some(axis) = axis {
+                attributes.push(int("axis", *axis)?);
+            }
+        }
         other => return Err(format!("{} has no ONNX spelling", other.name())),
     }
     Ok(spelling)
@@ -111,6 +117,8 @@ pub(crate) struct NodeReader<'a> {
     pub(crate) node: &'a NodeProto,
     /// Shape of the first input.
     pub(crate) shape: &'a [usize],
+    /// Shape of the second input; empty if there is none.
+    pub(crate) second_shape: &'a [usize],
     /// The int64 initializers of the model, by name.
     pub(crate) integers: &'a HashMap<String, Tensor>,
 }
@@ -228,6 +236,24 @@ impl NodeReader<'_> {
                 let to = attributes.int("to")?.ok_or("has no target type")?;
                 let dtype = i32::try_from(to).ok().and_then(proto::dtype);
                 Op::Cast { to: dtype.ok_or_else(|| format!("casts to unknown type {to}"))? }
+            }
+            name @ ("QuantizeLinear" | "DequantizeLinear") => {
+                for (attribute, accepted) in
+                    [("saturate", 1), ("block_size", 0), ("output_dtype", 0), ("precision", 0)]
+                {
+                    attributes.only_int(attribute, accepted, accepted)?;
+                }
+                self.count(3..=3)?;
+                let given = attributes.int("axis")?;
+                let axis = match self.second_shape.len() {
+                    0 => None,
+                    1 => Some(self.axis(given.unwrap_or(1))?),
+                    rank => return Err(format!("scales of rank {rank}; rank 0 and 1 are read")),
+                };
+                match name {
+                    "QuantizeLinear" => Op::QuantizeLinear { axis },
+                    _ => Op::DequantizeLinear { axis },
+                }
             }
             _ => return Err("the operator is not supported".into()),
         };

@@ -174,7 +174,7 @@ pub(crate) struct DimensionProto {
     pub(crate) dim_param: Option<String>,
 }
 
-const DATA_TYPES: [(DType, i32); 11] = [
+const DATA_TYPES: [(DType, i32); 12] = [
     (DType::F32, 1),
     (DType::U8, 2),
     (DType::I8, 3),
@@ -186,6 +186,7 @@ const DATA_TYPES: [(DType, i32); 11] = [
     (DType::F16, 10),
     (DType::F64, 11),
     (DType::BF16, 16),
+    (DType::I4, 22),
 ];
 
 /// The number of an element type in the format.

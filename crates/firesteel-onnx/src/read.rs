@@ -240,9 +240,12 @@ fn add_node<'a>(
     if !is_default(&node.domain) || !node.overload.is_empty() {
         return Err(fail(format!("domain {:?} is not supported", node.domain)));
     }
-    let first = node.input.first().and_then(|name| graph.find(name));
-    let shape: &[usize] = first.map_or(&[], |id| &graph.value(id).shape);
-    let (op, data_inputs) = NodeReader { node, shape, integers }.read().map_err(fail)?;
+    let shape_of = |index: usize| -> &[usize] {
+        let id = node.input.get(index).and_then(|name| graph.find(name));
+        id.map_or(&[], |id| &graph.value(id).shape)
+    };
+    let reader = NodeReader { node, shape: shape_of(0), second_shape: shape_of(1), integers };
+    let (op, data_inputs) = reader.read().map_err(fail)?;
     if op.since_opset() > opset {
         let since = op.since_opset();
         return Err(fail(format!("the operator exists from opset {since} on, not in {opset}")));

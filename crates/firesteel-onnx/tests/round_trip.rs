@@ -8,9 +8,9 @@
 mod common;
 
 use common::{describe, model, tensor, write};
-use firesteel_graph::{GeluForm, Graph, Op};
+use firesteel_graph::{Constant, Evaluator, GeluForm, Graph, Op};
 use firesteel_onnx::read_model;
-use firesteel_tensor::DType;
+use firesteel_tensor::{DType, Tensor};
 use std::path::Path;
 
 struct Case {
@@ -140,4 +140,62 @@ fn parameters_are_shared_and_never_take_a_name_of_the_graph() {
     assert_eq!(report.data, []);
     let read = read_model(&folder.path().join("m.onnx")).unwrap();
     assert_eq!(describe(&read.graph), describe(&graph));
+}
+
+/// x and a cache in integers, a linear layer with weights of `weights`, and y in integers.
+fn quantized(weights: DType, axis: Option<usize>) -> Graph {
+    let mut graph = Graph::new("quantized");
+    let (rows, columns) = (65, 129);
+    let x = graph.input("x", DType::U16, vec![2, columns]).unwrap();
+    let mut constant = |name: &str, tensor: Tensor| {
+        let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
+        graph.add_constant(name, dtype, shape, Constant::Tensor(tensor)).unwrap()
+    };
+    let scale = constant("scale", Tensor::from_f32(vec![], vec![0.01]).unwrap());
+    let zero = constant("zero", Tensor::from_i32_as(DType::U16, vec![], &[30000]).unwrap());
+    let count = rows * columns;
+    let values: Vec<i32> = (0..count).map(|i| (i as i32 * 5) % 16 - 8).collect();
+    let weight = constant("w", Tensor::from_i32_as(weights, vec![rows, columns], &values).unwrap());
+    let shape = axis.map_or(vec![], |_| vec![rows]);
+    let scales: Vec<f32> = (0..shape.iter().product()).map(|i| 0.5 + i as f32).collect();
+    let zeros = vec![0; scales.len()];
+    let scales = constant("w_scale", Tensor::from_f32(shape.clone(), scales).unwrap());
+    let zeros = constant("w_zero", Tensor::from_i32_as(weights, shape, &zeros).unwrap());
+    let back = Op::DequantizeLinear { axis: None };
+    let x = graph.add(back, &[x, scale, zero], "x_real").unwrap();
+    let w = graph.add(Op::DequantizeLinear { axis }, &[weight, scales, zeros], "w_real").unwrap();
+    let y = graph.add(Op::Gemm, &[x, w], "y_real").unwrap();
+    let y = graph.add(Op::QuantizeLinear { axis: None }, &[y, scale, zero], "y").unwrap();
+    graph.output(y).unwrap();
+    graph
+}
+
+#[test]
+fn quantized_values_survive_with_their_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let x: Vec<i32> = (0..2 * 129).map(|i| 29000 + 17 * i).collect();
+    let x = Tensor::from_i32_as(DType::U16, vec![2, 129], &x).unwrap();
+    for (index, (dtype, axis)) in
+        [(DType::I4, Some(0)), (DType::I4, None), (DType::I8, Some(0)), (DType::I16, None)]
+            .into_iter()
+            .enumerate()
+    {
+        let graph = quantized(dtype, axis);
+        let name = format!("m{index}.onnx");
+        write(folder.path(), vec![model(&name, &graph, 21)], vec![]);
+        let read = read_model(&folder.path().join(&name)).unwrap();
+        assert_eq!(describe(&read.graph), describe(&graph), "{dtype} {axis:?}");
+        let run = |graph| Evaluator::new(graph).unwrap().run(&[x.view()]).unwrap();
+        let (expected, actual) = (run(graph), run(read.graph));
+        assert_eq!(actual[0].view().to_i32().unwrap(), expected[0].view().to_i32().unwrap());
+    }
+}
+
+#[test]
+fn quantization_is_refused_below_opset_21() {
+    let graph = quantized(DType::I8, None);
+    let plan = firesteel_onnx::WritePlan::new(vec![model("m.onnx", &graph, 20)], vec![]).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let error = plan.write(folder.path(), 1, &|_| {}).unwrap_err().to_string();
+    assert!(error.contains("DequantizeLinear") && error.contains("from opset 21"), "{error}");
 }

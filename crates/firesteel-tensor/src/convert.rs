@@ -27,15 +27,7 @@ const BLOCK: usize = 1024;
 /// # Errors
 /// When `dtype` is not a float type or the lengths disagree.
 pub fn read_f32(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), TensorError> {
-    let expected = out.len().saturating_mul(dtype.size());
-    if bytes.len() != expected {
-        return Err(TensorError::ByteLength {
-            shape: vec![out.len()],
-            dtype,
-            expected,
-            actual: bytes.len(),
-        });
-    }
+    check_bytes(dtype, out.len(), bytes.len())?;
     match dtype {
         DType::F32 => bytemuck::cast_slice_mut::<f32, u8>(out).copy_from_slice(bytes),
         DType::BF16 => {
@@ -64,6 +56,79 @@ pub fn read_f32(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Tenso
         from => return Err(TensorError::NoConversion { from, to: DType::F32 }),
     }
     Ok(())
+}
+
+/// Reads `bytes` of an integer type of at most 16 bits into `out`.
+///
+/// # Errors
+/// When `dtype` is another type or the lengths disagree.
+pub fn read_i32(dtype: DType, bytes: &[u8], out: &mut [i32]) -> Result<(), TensorError> {
+    check_bytes(dtype, out.len(), bytes.len())?;
+    match dtype {
+        DType::I16 => {
+            for (value, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                *value = i16::from_le_bytes([b[0], b[1]]).into();
+            }
+        }
+        DType::U16 => {
+            for (value, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                *value = u16::from_le_bytes([b[0], b[1]]).into();
+            }
+        }
+        DType::I8 => out.iter_mut().zip(bytes).for_each(|(v, b)| *v = b.cast_signed().into()),
+        DType::U8 => out.iter_mut().zip(bytes).for_each(|(v, b)| *v = (*b).into()),
+        DType::I4 => {
+            for (values, b) in out.chunks_mut(2).zip(bytes) {
+                // Shifting up first lets the sign come along on the way down.
+                let halves = [(b << 4).cast_signed() >> 4, b.cast_signed() >> 4];
+                values.iter_mut().zip(halves).for_each(|(value, half)| *value = half.into());
+            }
+        }
+        from => return Err(TensorError::NoConversion { from, to: DType::I32 }),
+    }
+    Ok(())
+}
+
+/// Writes `values` as an integer type of at most 16 bits into `out`. Half a byte that is left over is
+/// zero.
+///
+/// # Errors
+/// When `dtype` is another type, a value is outside of its range or the lengths disagree.
+pub fn write_i32(dtype: DType, values: &[i32], out: &mut [u8]) -> Result<(), TensorError> {
+    check_bytes(dtype, values.len(), out.len())?;
+    let Some((least, most)) = dtype.integer_range() else {
+        return Err(TensorError::NoConversion { from: DType::I32, to: dtype });
+    };
+    if let Some(index) = values.iter().position(|value| !(least..=most).contains(value)) {
+        return Err(TensorError::OutOfRange { index, value: values[index], dtype });
+    }
+    match dtype {
+        DType::I16 | DType::U16 => {
+            for (b, value) in out.chunks_exact_mut(2).zip(values) {
+                b.copy_from_slice(&value.to_le_bytes()[..2]);
+            }
+        }
+        DType::I4 => {
+            for (b, values) in out.iter_mut().zip(values.chunks(2)) {
+                let half = |index: usize| values.get(index).map_or(0, |v| v.to_le_bytes()[0] & 15);
+                *b = half(0) | half(1) << 4;
+            }
+        }
+        _ => out.iter_mut().zip(values).for_each(|(b, value)| *b = value.to_le_bytes()[0]),
+    }
+    Ok(())
+}
+
+fn check_bytes(dtype: DType, count: usize, actual: usize) -> Result<(), TensorError> {
+    match dtype.byte_count(&[count]) {
+        Some(expected) if expected == actual => Ok(()),
+        expected => Err(TensorError::ByteLength {
+            shape: vec![count],
+            dtype,
+            expected: expected.unwrap_or(usize::MAX),
+            actual,
+        }),
+    }
 }
 
 /// Converts float `source` bytes of type `from` into `target` bytes of type `to`, rounding to
@@ -187,6 +252,33 @@ mod tests {
     fn integers_have_no_float_conversion() {
         assert!(convert(DType::I8, &[1], DType::F32, &mut [0; 4]).is_err());
         assert!(read_f32(DType::U16, &[1, 0], &mut [0.0]).is_err());
+    }
+
+    #[test]
+    fn integers_survive_their_range_and_nothing_beyond() {
+        for dtype in [DType::I16, DType::U16, DType::I8, DType::U8, DType::I4] {
+            let (least, most) = dtype.integer_range().unwrap();
+            let values = [least, most, 0, 1, most - 1];
+            let mut bytes = vec![0xff; dtype.byte_count(&[5]).unwrap()];
+            write_i32(dtype, &values, &mut bytes).unwrap();
+            let mut back = [77; 5];
+            read_i32(dtype, &bytes, &mut back).unwrap();
+            assert_eq!(back, values, "{dtype}");
+            for bad in [least - 1, most + 1] {
+                let error = write_i32(dtype, &[0, bad, 0, 0, 0], &mut bytes).unwrap_err();
+                assert!(matches!(error, TensorError::OutOfRange { index: 1, .. }), "{error}");
+            }
+            assert!(read_i32(dtype, &bytes[1..], &mut back).is_err());
+        }
+        assert!(write_i32(DType::F16, &[1], &mut [0; 2]).is_err());
+        assert!(read_i32(DType::I64, &[0; 8], &mut [0]).is_err());
+    }
+
+    #[test]
+    fn four_bit_integers_share_bytes_low_half_first() {
+        let mut bytes = [0; 2];
+        write_i32(DType::I4, &[1, -2, 7], &mut bytes).unwrap();
+        assert_eq!(bytes, [0xe1, 0x07]);
     }
 
     proptest! {

@@ -26,24 +26,49 @@ pub enum DType {
     I8,
     /// Unsigned byte.
     U8,
+    /// Signed 4-bit integer, two to a byte, the first one in the low half.
+    I4,
     /// One byte, 0 or 1.
     Bool,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Bytes that hold one element; elements of 4 bits share a byte, so their tensors need
+    /// [`byte_count`](Self::byte_count).
     pub const fn size(self) -> usize {
+        self.bits().div_ceil(8)
+    }
+
+    /// Bits of one element.
+    pub const fn bits(self) -> usize {
         match self {
-            DType::F64 | DType::I64 => 8,
-            DType::F32 | DType::I32 => 4,
-            DType::F16 | DType::BF16 | DType::I16 | DType::U16 => 2,
-            DType::I8 | DType::U8 | DType::Bool => 1,
+            DType::F64 | DType::I64 => 64,
+            DType::F32 | DType::I32 => 32,
+            DType::F16 | DType::BF16 | DType::I16 | DType::U16 => 16,
+            DType::I8 | DType::U8 | DType::Bool => 8,
+            DType::I4 => 4,
         }
     }
 
     /// Bytes of a tensor of this type and `shape`, or `None` on overflow.
     pub fn byte_count(self, shape: &[usize]) -> Option<usize> {
-        crate::element_count(shape)?.checked_mul(self.size())
+        let count = crate::element_count(shape)?;
+        if self.bits() < 8 {
+            return Some(count.div_ceil(8 / self.bits()));
+        }
+        count.checked_mul(self.size())
+    }
+
+    /// Smallest and largest value of an integer type of at most 16 bits; `None` for the others.
+    pub const fn integer_range(self) -> Option<(i32, i32)> {
+        match self {
+            DType::I16 => Some((-32768, 32767)),
+            DType::U16 => Some((0, 65535)),
+            DType::I8 => Some((-128, 127)),
+            DType::U8 => Some((0, 255)),
+            DType::I4 => Some((-8, 7)),
+            _ => None,
+        }
     }
 
     /// Whether the type is a floating-point format.
@@ -64,6 +89,7 @@ impl DType {
             DType::U16 => "u16",
             DType::I8 => "i8",
             DType::U8 => "u8",
+            DType::I4 => "i4",
             DType::Bool => "bool",
         }
     }

@@ -10,7 +10,7 @@ mod dtype;
 mod tensor;
 
 pub use buffer::Buffer;
-pub use convert::{ConvertReport, convert, read_f32};
+pub use convert::{ConvertReport, convert, read_f32, read_i32, write_i32};
 pub use dtype::DType;
 pub use tensor::{SharedBytes, Tensor, TensorView};
 
@@ -48,6 +48,16 @@ pub enum TensorError {
         expected: DType,
         /// The type found.
         actual: DType,
+    },
+    /// An integer does not fit its type.
+    #[error("value {value} at {index} is outside of {dtype}")]
+    OutOfRange {
+        /// Flat index of the value.
+        index: usize,
+        /// The value.
+        value: i32,
+        /// The type.
+        dtype: DType,
     },
     /// The conversion is not defined.
     #[error("no conversion from {from} to {to}")]

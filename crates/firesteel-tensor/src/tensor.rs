@@ -131,6 +131,19 @@ impl Tensor {
         Self::from_buffer(dtype, shape, buffer)
     }
 
+    /// `data` as integers of `dtype`, one of at most 16 bits.
+    ///
+    /// # Errors
+    /// When the number of values is wrong, one is outside of the type's range, or `dtype` is no
+    /// such type.
+    pub fn from_i32_as(dtype: DType, shape: Vec<usize>, data: &[i32]) -> Result<Self, TensorError> {
+        check_length(DType::I32, &shape, data.len().saturating_mul(4))?;
+        let bytes = dtype.byte_count(&shape).unwrap_or_default();
+        let mut buffer = Buffer::zeroed(bytes);
+        crate::write_i32(dtype, data, buffer.bytes_mut())?;
+        Self::from_buffer(dtype, shape, buffer)
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -153,7 +166,8 @@ impl Tensor {
 
     /// Number of elements.
     pub fn element_count(&self) -> usize {
-        self.bytes.len() / self.dtype.size()
+        // Proved by every constructor not to overflow.
+        self.shape.iter().product()
     }
 
     /// Borrows everything.
@@ -169,10 +183,14 @@ impl Tensor {
         Self::new(self.dtype, shape, self.bytes.clone())
     }
 
-    /// Rows `range` of the first axis, sharing the bytes; `None` for a scalar or outside.
+    /// Rows `range` of the first axis, sharing the bytes; `None` for a scalar, outside, or when elements share
+    /// bytes.
     pub fn rows(&self, range: Range<usize>) -> Option<Self> {
         let (&rows, rest) = self.shape.split_first()?;
         if range.start > range.end || range.end > rows {
+            return None;
+        }
+        if self.dtype.bits() < 8 {
             return None;
         }
         let row_bytes = self.dtype.byte_count(rest)?;
@@ -218,7 +236,8 @@ impl<'a> TensorView<'a> {
 
     /// Number of elements.
     pub fn element_count(&self) -> usize {
-        self.bytes.len() / self.dtype.size()
+        // Proved by every constructor not to overflow.
+        self.shape.iter().product()
     }
 
     /// All values as f32: borrowed where the bytes are aligned f32, converted from other floats.
@@ -234,6 +253,16 @@ impl<'a> TensorView<'a> {
         let mut values = vec![0f32; self.element_count()];
         crate::read_f32(self.dtype, self.bytes, &mut values)?;
         Ok(Cow::Owned(values))
+    }
+
+    /// All values of an integer type of at most 16 bits.
+    ///
+    /// # Errors
+    /// When the element type is another.
+    pub fn to_i32(&self) -> Result<Vec<i32>, TensorError> {
+        let mut values = vec![0; self.element_count()];
+        crate::read_i32(self.dtype, self.bytes, &mut values)?;
+        Ok(values)
     }
 
     /// A tensor with a copy of the bytes.
