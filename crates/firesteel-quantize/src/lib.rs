@@ -1,0 +1,3 @@
+//! Integer number formats of weights and activations, chosen from calibration.
+
+pub mod weights;
