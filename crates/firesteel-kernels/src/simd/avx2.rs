@@ -8,10 +8,10 @@ use half::{bf16, f16};
 use crate::isa::Avx2;
 use crate::matrix::{Format, PackedBlock, PackedQ4, PackedQ4K, PackedQ6K, PackedQ8};
 use crate::quantized_rows::{ActivationBlock, BLOCK, Panel, unit};
-use crate::simd::{Kernel, QuantizedTile, STRIP, Simd};
+use crate::simd::{Kernel, MAX_STRIPS, QuantizedTile, STRIP, Simd};
 
 /// How many bytes a product runs ahead of itself.
-const PREFETCH: usize = 4096;
+const PREFETCH: usize = 2048;
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn run<K: Kernel>(simd: Avx2, kernel: K) -> K::Output {
@@ -21,7 +21,7 @@ fn run<K: Kernel>(simd: Avx2, kernel: K) -> K::Output {
 impl Simd for Avx2 {
     type Vector = __m256;
     const LANES: usize = 8;
-    const STRIPS: usize = 1;
+    const STRIPS: usize = STREAMS;
 
     #[inline(always)]
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output {
@@ -99,18 +99,60 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn quantized_tile(self, tile: QuantizedTile<'_>) {
-        let (sums, _) = tile.sums.as_chunks_mut::<STRIP>();
+        let (rows, _) = tile.sums.as_chunks_mut::<STRIP>();
+        let (rows, _) = rows.as_chunks_mut::<STREAMS>();
+        let (format, panel) = (tile.format, tile.panel);
         // SAFETY: the token proves the features.
         unsafe {
-            match tile.format {
-                Format::Q8 => q8(tile.strips[0], tile.panel, sums),
-                Format::Q4 => q4(tile.strips[0], tile.panel, sums),
-                Format::Q4K => q4_k(tile.strips[0], tile.panel, sums),
-                Format::Q6K => q6_k(tile.strips[0], tile.panel, sums),
-                Format::F32 | Format::F16 | Format::BF16 => {}
+            if rows.len() < FEW {
+                return tiles(format, tile.strips, panel, Sums { rows, first: 0 });
+            }
+            for (first, strip) in tile.strips.into_iter().enumerate() {
+                tiles(format, [strip], panel, Sums { rows: &mut *rows, first });
             }
         }
     }
+}
+
+/// Strips that are read side by side. Each lies in pages of its own, so more of them are asked for
+/// at the same time than of one that is read alone.
+const STREAMS: usize = MAX_STRIPS;
+
+/// Fewer activation rows than this are bound by memory; more keep a strip in registers.
+const FEW: usize = 4;
+
+/// The products of S strips.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn tiles<const S: usize>(format: Format, strips: [&[u8]; S], panel: Panel<'_>, sums: Sums<'_>) {
+    match format {
+        Format::Q8 => q8(strips, panel, sums),
+        Format::Q4 => q4(strips, panel, sums),
+        Format::Q4K => q4_k(strips, panel, sums),
+        Format::Q6K => q6_k(strips, panel, sums),
+        Format::F32 | Format::F16 | Format::BF16 => {}
+    }
+}
+
+/// The sums of activation rows with some strips, from the `first` on.
+struct Sums<'a> {
+    rows: &'a mut [[[f32; STRIP]; STREAMS]],
+    first: usize,
+}
+
+impl Sums<'_> {
+    /// The sums of strip `index`.
+    fn of(&mut self, index: usize) -> impl Iterator<Item = &mut [f32; STRIP]> {
+        let index = self.first + index;
+        self.rows.iter_mut().filter_map(move |row| row.get_mut(index))
+    }
+}
+
+/// The blocks of S strips, column block by column block.
+#[inline(always)]
+fn blocks<B: PackedBlock, const S: usize>(strips: [&[u8]; S]) -> impl Iterator<Item = [&B; S]> {
+    let strips = strips.map(B::strip);
+    let count = strips.iter().map(|strip| strip.len()).min().unwrap_or(0);
+    (0..count).map(move |k| strips.map(|strip| &strip[k]))
 }
 
 /// Adds the lanes of eight vectors, in the order of [`Simd::sum`]: lane distances 4, 2, 1.
@@ -186,7 +228,7 @@ pub(super) fn prefetch<T>(block: &T) {
     let ahead = std::ptr::from_ref(block).cast::<i8>().wrapping_add(PREFETCH);
     for line in (0..size_of::<T>()).step_by(64) {
         // SAFETY: every x86-64 CPU has the instruction, which reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(line)) };
     }
 }
 
@@ -280,58 +322,71 @@ fn accumulate(sums: &mut [f32; STRIP], dot: __m256i, scale: __m256, x: f32) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn q4(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
-    for (k, block) in PackedQ4::strip(strip).iter().enumerate() {
-        prefetch(block);
-        let weights = nibbles(&block.nibbles);
-        let scales = load_scales(&block.scales);
-        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
-            let dot = _mm256_add_epi32(dot_4(&weights, x), _mm256_set1_epi32(x.offset));
-            accumulate(sums, dot, scales, x.scale);
-        }
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-fn q4_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
-    for (k, block) in PackedQ4K::strip(strip).iter().enumerate() {
-        let (scales, mins) = (load_scales(&block.scales), load_scales(&block.mins));
-        for (sub, packed) in block.nibbles.iter().enumerate() {
-            prefetch(packed);
-            let weights = nibbles(packed);
-            let low = load_bytes(&block.low[sub]);
-            let high = load_bytes(&block.high[sub % 4]);
-            let high = if sub < 4 { high } else { _mm256_srli_epi32::<4>(high) };
-            let (four, two) = (_mm256_set1_epi32(15), _mm256_set1_epi32(0x30));
-            let scale = _mm256_or_si256(
-                _mm256_and_si256(low, four),
-                _mm256_and_si256(_mm256_slli_epi32::<4>(high), two),
-            );
-            let min = _mm256_or_si256(
-                _mm256_srli_epi32::<4>(low),
-                _mm256_and_si256(_mm256_slli_epi32::<2>(high), two),
-            );
-            let scale = _mm256_mul_ps(scales, _mm256_cvtepi32_ps(scale));
-            let min = _mm256_mul_ps(mins, _mm256_cvtepi32_ps(min));
-            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
-                accumulate(sums, dot_4(&weights, x), scale, x.scale);
-                // SAFETY: the array has 32 bytes.
-                unsafe {
-                    let sum = _mm256_loadu_ps(sums.as_ptr());
-                    let sum = _mm256_fnmadd_ps(min, _mm256_set1_ps(x.scaled_sum), sum);
-                    _mm256_storeu_ps(sums.as_mut_ptr(), sum);
-                }
+fn q4<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
+    for (k, blocks) in blocks::<PackedQ4, S>(strips).enumerate() {
+        let activations = panel.block(k);
+        for (strip, block) in blocks.into_iter().enumerate() {
+            prefetch(block);
+            let weights = nibbles(&block.nibbles);
+            let scales = load_scales(&block.scales);
+            for (sums, x) in sums.of(strip).zip(activations) {
+                let dot = _mm256_add_epi32(dot_4(&weights, x), _mm256_set1_epi32(x.offset));
+                accumulate(sums, dot, scales, x.scale);
             }
         }
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
-    let three = _mm256_set1_epi8(0x30);
-    for (k, block) in PackedQ6K::strip(strip).iter().enumerate() {
-        let scales = load_scales(&block.scales);
+fn q4_k<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
+    for (k, blocks) in blocks::<PackedQ4K, S>(strips).enumerate() {
+        let of_block = blocks.map(|block| [load_scales(&block.scales), load_scales(&block.mins)]);
         for sub in 0..8 {
+            let activations = panel.block(k * 8 + sub);
+            for (strip, block) in blocks.into_iter().enumerate() {
+                prefetch(&block.nibbles[sub]);
+                let weights = nibbles(&block.nibbles[sub]);
+                let [scale, min] = q4_k_scales(block, sub, of_block[strip]);
+                for (sums, x) in sums.of(strip).zip(activations) {
+                    accumulate(sums, dot_4(&weights, x), scale, x.scale);
+                    // SAFETY: the array has 32 bytes.
+                    unsafe {
+                        let sum = _mm256_loadu_ps(sums.as_ptr());
+                        let sum = _mm256_fnmadd_ps(min, _mm256_set1_ps(x.scaled_sum), sum);
+                        _mm256_storeu_ps(sums.as_mut_ptr(), sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The scales and minima of a sub-block, from those of the block.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn q4_k_scales(block: &PackedQ4K, sub: usize, [scales, mins]: [__m256; 2]) -> [__m256; 2] {
+    let low = load_bytes(&block.low[sub]);
+    let high = load_bytes(&block.high[sub % 4]);
+    let high = if sub < 4 { high } else { _mm256_srli_epi32::<4>(high) };
+    let (four, two) = (_mm256_set1_epi32(15), _mm256_set1_epi32(0x30));
+    let scale = _mm256_or_si256(
+        _mm256_and_si256(low, four),
+        _mm256_and_si256(_mm256_slli_epi32::<4>(high), two),
+    );
+    let min = _mm256_or_si256(
+        _mm256_srli_epi32::<4>(low),
+        _mm256_and_si256(_mm256_slli_epi32::<2>(high), two),
+    );
+    [_mm256_mul_ps(scales, _mm256_cvtepi32_ps(scale)), _mm256_mul_ps(mins, _mm256_cvtepi32_ps(min))]
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn q6_k<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
+    let three = _mm256_set1_epi8(0x30);
+    for (k, blocks) in blocks::<PackedQ6K, S>(strips).enumerate() {
+        for (sub, strip) in (0..8).flat_map(|sub| (0..S).map(move |strip| (sub, strip))) {
+            let block = blocks[strip];
+            let scales = load_scales(&block.scales);
             prefetch(&block.low[sub]);
             prefetch(&block.high[sub]);
             let low = nibbles(&block.low[sub]);
@@ -353,7 +408,7 @@ fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
                 both(first, first),
                 both(second, second),
             );
-            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
+            for (sums, x) in sums.of(strip).zip(panel.block(k * 8 + sub)) {
                 let g = &x.groups;
                 // A sum of two pairs is at most 2 · 2 · 63 · 127, which an int16 holds; more is not.
                 let quarter =
@@ -375,33 +430,36 @@ fn q6_k(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
 /// then at most 2 · 128 · 127, which an int16 holds. Activations are never −128, so their negatives
 /// exist.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn q8(strip: &[u8], panel: Panel<'_>, sums: &mut [[f32; STRIP]]) {
+fn q8<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
     let ones = _mm256_set1_epi16(1);
-    for (k, block) in PackedQ8::strip(strip).iter().enumerate() {
-        prefetch(block);
-        let scales = load_scales(&block.scales);
-        let v = &block.values;
-        let magnitudes = [
-            _mm256_abs_epi8(load(&v[0])),
-            _mm256_abs_epi8(load(&v[1])),
-            _mm256_abs_epi8(load(&v[2])),
-            _mm256_abs_epi8(load(&v[3])),
-            _mm256_abs_epi8(load(&v[4])),
-            _mm256_abs_epi8(load(&v[5])),
-            _mm256_abs_epi8(load(&v[6])),
-            _mm256_abs_epi8(load(&v[7])),
-        ];
-        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
-            let product = |i: usize| {
-                let signed = _mm256_sign_epi8(_mm256_set1_epi32(x.groups[i]), load(&v[i]));
-                _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes[i], signed), ones)
-            };
-            let a = _mm256_add_epi32(product(0), product(1));
-            let b = _mm256_add_epi32(product(2), product(3));
-            let c = _mm256_add_epi32(product(4), product(5));
-            let d = _mm256_add_epi32(product(6), product(7));
-            let dot = _mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d));
-            accumulate(sums, dot, scales, x.scale);
+    for (k, blocks) in blocks::<PackedQ8, S>(strips).enumerate() {
+        let activations = panel.block(k);
+        for (strip, block) in blocks.into_iter().enumerate() {
+            prefetch(block);
+            let scales = load_scales(&block.scales);
+            let v = &block.values;
+            let magnitudes = [
+                _mm256_abs_epi8(load(&v[0])),
+                _mm256_abs_epi8(load(&v[1])),
+                _mm256_abs_epi8(load(&v[2])),
+                _mm256_abs_epi8(load(&v[3])),
+                _mm256_abs_epi8(load(&v[4])),
+                _mm256_abs_epi8(load(&v[5])),
+                _mm256_abs_epi8(load(&v[6])),
+                _mm256_abs_epi8(load(&v[7])),
+            ];
+            for (sums, x) in sums.of(strip).zip(activations) {
+                let product = |i: usize| {
+                    let signed = _mm256_sign_epi8(_mm256_set1_epi32(x.groups[i]), load(&v[i]));
+                    _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes[i], signed), ones)
+                };
+                let a = _mm256_add_epi32(product(0), product(1));
+                let b = _mm256_add_epi32(product(2), product(3));
+                let c = _mm256_add_epi32(product(4), product(5));
+                let d = _mm256_add_epi32(product(6), product(7));
+                let dot = _mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d));
+                accumulate(sums, dot, scales, x.scale);
+            }
         }
     }
 }
