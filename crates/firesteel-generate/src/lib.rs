@@ -18,6 +18,7 @@ mod limits;
 mod lookup;
 mod options;
 mod python;
+mod race;
 mod row;
 mod sampler;
 mod step_stats;

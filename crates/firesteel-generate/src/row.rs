@@ -1,10 +1,28 @@
 //! One row of logits at a time: scanning, weighing, and selection without sorting.
+//!
+//! The loops over a block have neither branches nor calls, so that they run in vector registers.
+
+use std::cmp::Ordering;
 
 /// Logits that share an entry in [`Row::maxima`].
-const BLOCK: usize = 64;
+pub(crate) const BLOCK: usize = 64;
 
 /// Independent accumulators, so that the compiler can use vector registers.
 const LANES: usize = 8;
+
+/// An id and its logit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Place {
+    pub(crate) logit: f32,
+    pub(crate) id: u32,
+}
+
+impl Place {
+    /// Whether it comes before another one: the larger logit, of equal ones the lower id.
+    pub(crate) fn is_before(self, other: Self) -> bool {
+        self.logit > other.logit || (self.logit == other.logit && self.id < other.id)
+    }
+}
 
 /// The logits of a step, by id.
 #[derive(Debug, Clone, Default)]
@@ -12,8 +30,33 @@ pub(crate) struct Row {
     pub(crate) logits: Vec<f32>,
     /// The largest logit of each block.
     maxima: Vec<f32>,
-    /// Reused by [`Row::bound_of_count`].
+    /// Reused by [`Row::nth_largest`].
     scratch: Vec<f32>,
+}
+
+/// Some ids that follow one another.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Block<'r> {
+    pub(crate) index: usize,
+    pub(crate) largest: f32,
+    pub(crate) logits: &'r [f32],
+}
+
+impl<'r> Block<'r> {
+    /// The largest logit with the first id: no id of the block comes before it.
+    pub(crate) fn front(&self) -> Place {
+        Place { logit: self.largest, id: self.id(0) }
+    }
+
+    pub(crate) fn id(&self, position: usize) -> u32 {
+        // The vocabulary's ids fit in 32 bits.
+        (self.index * BLOCK + position) as u32
+    }
+
+    /// Splits what belongs to the ids, `[BLOCK]` at most, before an id.
+    fn split<'v, T>(&self, values: &'v [T], id: u32) -> (&'v [T], &'v [T]) {
+        values.split_at((id.saturating_sub(self.id(0)) as usize).min(values.len()))
+    }
 }
 
 impl Row {
@@ -47,60 +90,158 @@ impl Row {
         if bad && let Some(id) = self.logits.iter().position(is_bad) {
             return Err(id);
         }
-        Ok(self.maxima.iter().copied().fold(f32::NEG_INFINITY, f32::max))
+        Ok(self.largest())
     }
 
-    /// The ids whose logits are `bound` or more, and some others.
-    pub(crate) fn candidates(&self, bound: f32) -> impl Iterator<Item = Candidates<'_>> + Clone {
-        let blocks = self.logits.chunks(BLOCK).zip(&self.maxima);
-        let blocks = (0u32..).step_by(BLOCK).zip(blocks);
+    pub(crate) fn block_count(&self) -> usize {
+        self.maxima.len()
+    }
+
+    fn largest(&self) -> f32 {
+        self.maxima.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+    }
+
+    /// The blocks that have a logit of `bound` or more.
+    pub(crate) fn blocks(&self, bound: f32) -> impl Iterator<Item = Block<'_>> + Clone {
+        let blocks = self.logits.chunks(BLOCK).zip(&self.maxima).enumerate();
         blocks
-            .filter(move |(_, (_, largest))| **largest >= bound)
-            .map(|(first, (logits, _))| Candidates { first, ids: &[], logits })
+            .map(|(index, (logits, &largest))| Block { index, largest, logits })
+            .filter(move |block| block.largest >= bound)
     }
 
     /// The lowest id whose logit is `logit`, which is the largest.
     pub(crate) fn first_of(&self, logit: f32) -> Option<u32> {
-        let block = self.maxima.iter().position(|&largest| largest == logit)? * BLOCK;
-        let within = self.logits.iter().skip(block).position(|&other| other == logit)?;
-        u32::try_from(block + within).ok()
+        let block = self.blocks(logit).next()?;
+        block.logits.iter().position(|&other| other == logit).map(|position| block.id(position))
     }
 
-    /// A logit that at least `count` logits reach, near the largest such one: the `count`-th
-    /// largest of the maxima of blocks.
-    pub(crate) fn bound_of_count(&mut self, count: usize) -> f32 {
-        if count == 0 || count > self.maxima.len() {
-            return f32::NEG_INFINITY;
+    /// The ids whose logits are not −∞.
+    pub(crate) fn places(&self) -> impl Iterator<Item = Place> {
+        let blocks = self.blocks(f32::MIN);
+        let places = blocks.flat_map(|block| {
+            let logits = block.logits.iter().enumerate();
+            logits.map(move |(position, &logit)| Place { logit, id: block.id(position) })
+        });
+        places.filter(|place| place.logit >= f32::MIN)
+    }
+
+    /// Makes all but the first `count` ids, in order of logit, then id, −∞.
+    pub(crate) fn keep(&mut self, count: usize) {
+        if count == 0 || count >= self.logits.len() {
+            return;
         }
+        let lowest = self.nth_largest(count);
+        let tied = count - self.count(lowest, |logit| logit > lowest);
+        let last = self.nth_equal(lowest, tied);
+        for (index, (logits, largest)) in
+            self.logits.chunks_mut(BLOCK).zip(&mut self.maxima).enumerate()
+        {
+            let first = (index * BLOCK) as u32;
+            if last.is_before(Place { logit: *largest, id: first }) {
+                logits.fill(f32::NEG_INFINITY);
+                *largest = f32::NEG_INFINITY;
+                continue;
+            }
+            let ties = (last.id + 1).saturating_sub(first) as usize;
+            let (ties, others) = logits.split_at_mut(ties.min(logits.len()));
+            for logit in ties {
+                *logit = if *logit >= lowest { *logit } else { f32::NEG_INFINITY };
+            }
+            for logit in others {
+                *logit = if *logit > lowest { *logit } else { f32::NEG_INFINITY };
+            }
+        }
+    }
+
+    /// How many logits `is_counted` of those that are `bound` or more.
+    fn count(&self, bound: f32, is_counted: impl Fn(f32) -> bool) -> usize {
+        let count = |block: Block<'_>| {
+            block.logits.iter().map(|&logit| u32::from(is_counted(logit))).sum::<u32>() as usize
+        };
+        self.blocks(bound).map(count).sum()
+    }
+
+    /// The `n`-th id whose logit is `logit`, counted from 1.
+    fn nth_equal(&self, logit: f32, n: usize) -> Place {
+        let mut left = n;
+        for block in self.blocks(logit) {
+            let equal = block.logits.iter().map(|&other| u32::from(other == logit)).sum::<u32>();
+            if left > equal as usize {
+                left -= equal as usize;
+                continue;
+            }
+            let mut positions = (0..block.logits.len()).filter(|&at| block.logits[at] == logit);
+            if let Some(position) = positions.nth(left.saturating_sub(1)) {
+                return Place { logit, id: block.id(position) };
+            }
+        }
+        Place { logit, id: u32::MAX - 1 }
+    }
+
+    /// The `count`-th largest logit, of 1 to all of them.
+    ///
+    /// A sample says between which two logits it most likely lies, and only what lies there is
+    /// selected from; where the sample misleads, all logits are.
+    fn nth_largest(&mut self, count: usize) -> f32 {
+        let whole = (f32::NEG_INFINITY, self.largest());
+        let guess = self.bracket(count);
+        for (low, high) in [guess, whole] {
+            let above = self.count(low, |logit| logit > high);
+            let reached = self.count(low, |logit| logit >= low);
+            if !(above < count && count <= reached) {
+                continue;
+            }
+            if low == high {
+                return low;
+            }
+            // One more than are found, since each is written before it is known whether it counts.
+            self.scratch.clear();
+            self.scratch.resize(reached - above + 1, 0.0);
+            let mut found = 0;
+            let (logits, maxima) = (&self.logits, &self.maxima);
+            for (block, _) in logits.chunks(BLOCK).zip(maxima).filter(|(_, max)| **max >= low) {
+                for &logit in block {
+                    if let Some(next) = self.scratch.get_mut(found) {
+                        *next = logit;
+                    }
+                    found += usize::from(logit >= low && logit <= high);
+                }
+            }
+            self.scratch.truncate(reached - above);
+            return *self.scratch.select_nth_unstable_by(count - above - 1, descending).1;
+        }
+        f32::NEG_INFINITY
+    }
+
+    /// Two logits between which, both included, the `count`-th largest one lies if one logit of
+    /// each block is a fair sample: four standard deviations of its rank on both sides of it.
+    fn bracket(&mut self, count: usize) -> (f32, f32) {
+        let largest = self.largest();
         self.scratch.clear();
-        self.scratch.extend_from_slice(&self.maxima);
-        *self.scratch.select_nth_unstable_by(count - 1, |a, b| b.total_cmp(a)).1
-    }
-}
-
-/// Some ids with their logits, in order of the ids.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Candidates<'a> {
-    /// The id of the first one, where `ids` is empty because they follow one another.
-    pub(crate) first: u32,
-    pub(crate) ids: &'a [u32],
-    pub(crate) logits: &'a [f32],
-}
-
-impl Candidates<'_> {
-    #[inline(always)]
-    pub(crate) fn id(&self, index: usize) -> u32 {
-        self.ids.get(index).copied().unwrap_or(self.first.wrapping_add(index as u32))
-    }
-
-    /// How many have an id below `id`.
-    fn below(&self, id: u32) -> usize {
-        if self.ids.is_empty() {
-            (id.saturating_sub(self.first) as usize).min(self.logits.len())
+        // Another position in each block, so that what recurs in the vocabulary is not missed.
+        let sample = self.logits.chunks(BLOCK).enumerate();
+        self.scratch.extend(sample.filter_map(|(index, block)| block.get(index * 37 % BLOCK)));
+        let share = count as f64 / self.logits.len().max(1) as f64;
+        let rank = share * self.scratch.len() as f64;
+        let margin = 4.0 * (rank * (1.0 - share)).sqrt() + 4.0;
+        let (first, last) = (rank - margin, rank + margin);
+        let sample = self.scratch.as_mut_slice();
+        let low = if last >= sample.len() as f64 {
+            f32::NEG_INFINITY
         } else {
-            self.ids.partition_point(|&other| other < id)
-        }
+            *sample.select_nth_unstable_by(last as usize, descending).1
+        };
+        let high = if first < 0.0 {
+            largest
+        } else {
+            *sample.select_nth_unstable_by(first as usize, descending).1
+        };
+        (low, high)
     }
+}
+
+fn descending(a: &f32, b: &f32) -> Ordering {
+    b.total_cmp(a)
 }
 
 /// Weights e^((logit − largest) / temperature): the largest logit weighs exactly 1, and −∞
@@ -116,192 +257,74 @@ impl Scale {
     pub(crate) fn weight(self, logit: f32) -> f32 {
         exp_of_negative((logit - self.largest) / self.temperature)
     }
-
-    /// Weight of all `candidates`, and of those that come before an id, in order of logit, then
-    /// id.
-    pub(crate) fn sums<'c>(
-        self,
-        candidates: impl Iterator<Item = Candidates<'c>>,
-        (logit, id): (f32, u32),
-    ) -> Sums {
-        let mut sums = Sums::default();
-        for candidates in candidates {
-            let (lower_ids, others) = candidates.logits.split_at(candidates.below(id));
-            for (logits, tied) in [(lower_ids, true), (others, false)] {
-                if !logits.is_empty() {
-                    let before = |other: f32| other > logit || (tied && other == logit);
-                    sums += self.sums_where(logits, before);
-                }
-            }
-        }
-        sums
-    }
-
-    /// Weight of all `logits`, and of those that are `before`.
-    #[inline(always)]
-    fn sums_where(self, logits: &[f32], before: impl Fn(f32) -> bool) -> Sums {
-        let mut sums = [Sums::default(); LANES];
-        let (groups, rest) = logits.as_chunks::<LANES>();
-        let mut take = |logits: &[f32]| {
-            for (sum, &logit) in sums.iter_mut().zip(logits) {
-                let weight = f64::from(self.weight(logit));
-                sum.total += weight;
-                sum.before += if before(logit) { weight } else { 0.0 };
-            }
-        };
-        for group in groups {
-            take(group);
-        }
-        take(rest);
-        sums.into_iter().fold(Sums::default(), |mut all, sum| {
-            all += sum;
-            all
-        })
-    }
-
-    /// Weight of all `logits`.
-    pub(crate) fn total(self, logits: &[f32]) -> f64 {
-        let mut sums = [0f64; LANES];
-        let mut weights = [0f32; BLOCK];
-        for block in logits.chunks(BLOCK) {
-            // One thing at a time, so that each runs in vector registers.
-            for (weight, &logit) in weights.iter_mut().zip(block) {
-                *weight = self.weight(logit);
-            }
-            for group in weights[..block.len()].chunks(LANES) {
-                for (sum, &weight) in sums.iter_mut().zip(group) {
-                    *sum += f64::from(weight);
-                }
-            }
-        }
-        sums.iter().sum()
-    }
 }
 
-/// What [`Scale::sums`] adds up.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Sums {
-    pub(crate) total: f64,
-    pub(crate) before: f64,
-}
-
-impl std::ops::AddAssign for Sums {
-    fn add_assign(&mut self, other: Self) {
-        self.total += other.total;
-        self.before += other.before;
-    }
-}
-
-/// Ids with their logits, in order of the ids.
+/// Weights of a row, taken block by block and once a step.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Pool {
-    pub(crate) ids: Vec<u32>,
-    pub(crate) logits: Vec<f32>,
-    /// Reused by [`Pool::keep`]: keys of the range in question, and how many there are by distance
-    /// from the largest key.
-    range: Vec<i32>,
-    histogram: Vec<usize>,
+pub(crate) struct Weights {
+    /// By id, of the blocks that are weighed.
+    weights: Vec<f32>,
+    /// Of each block that is weighed.
+    totals: Vec<Option<f64>>,
 }
 
-const HISTOGRAM_BITS: u32 = 11;
-
-impl Pool {
-    /// Takes the ids whose logits are `bound` or more, but not −∞.
-    pub(crate) fn gather(&mut self, row: &Row, bound: f32) {
-        self.ids.clear();
-        self.logits.clear();
-        for Candidates { first, logits: block, .. } in row.candidates(bound) {
-            // Written without branches, which could not be predicted.
-            let (mut ids, mut logits) = ([0; BLOCK], [0.0; BLOCK]);
-            let mut count = 0;
-            for (id, &logit) in (first..).zip(block) {
-                ids[count % BLOCK] = id;
-                logits[count % BLOCK] = logit;
-                count += usize::from(logit >= bound && logit != f32::NEG_INFINITY);
-            }
-            self.ids.extend_from_slice(&ids[..count]);
-            self.logits.extend_from_slice(&logits[..count]);
-        }
+impl Weights {
+    /// Forgets the last row.
+    pub(crate) fn clear(&mut self) {
+        self.totals.clear();
     }
 
-    /// Keeps the `needed` largest logits; of equal ones the lowest ids.
-    ///
-    /// The logits, as integers of the same order, are counted into a histogram over their range,
-    /// and the bucket in which the count is reached is divided further. Every pass takes
-    /// [`HISTOGRAM_BITS`] off the range, so there are at most three, whatever the logits, and all
-    /// but the first are short unless many logits are nearly equal.
-    pub(crate) fn keep(&mut self, mut needed: usize) {
-        if needed >= self.ids.len() {
-            return;
-        }
-        let (mut low, mut high) = (i32::MAX, i32::MIN);
-        for &logit in &self.logits {
-            low = low.min(key(logit));
-            high = high.max(key(logit));
-        }
-        self.range.clear();
-        if low < high {
-            self.range.extend(self.logits.iter().map(|&logit| key(logit)));
-        }
-        while low < high {
-            // Differences of keys fit in 32 bits without a sign.
-            let distance = |key: i32| high.wrapping_sub(key) as u32;
-            let bits = u32::BITS - distance(low).leading_zeros();
-            let shift = bits.saturating_sub(HISTOGRAM_BITS);
-            self.histogram.clear();
-            self.histogram.resize(1 << HISTOGRAM_BITS, 0);
-            let histogram = self.histogram.as_mut_slice();
-            for &key in &self.range {
-                if let Some(bucket) = histogram.get_mut((distance(key) >> shift) as usize) {
-                    *bucket += 1;
+    /// Weight of all ids of the blocks that have a logit of `bound` or more.
+    pub(crate) fn total(&mut self, row: &Row, scale: Scale, bound: f32) -> f64 {
+        self.weights.resize(row.logits.len(), 0.0);
+        self.totals.resize(row.maxima.len(), None);
+        let mut sum = 0.0;
+        for block in row.blocks(bound) {
+            let weights = self.weights.chunks_mut(BLOCK).nth(block.index);
+            let (Some(weights), Some(total)) = (weights, self.totals.get_mut(block.index)) else {
+                continue;
+            };
+            sum += *total.get_or_insert_with(|| {
+                for (weight, &logit) in weights.iter_mut().zip(block.logits) {
+                    *weight = scale.weight(logit);
                 }
-            }
-            let mut above = 0;
-            let reached = (0u32..).zip(&self.histogram).find(|(_, count)| {
-                let reached = above + **count >= needed;
-                above += if reached { 0 } else { **count };
-                reached
+                sum_of(weights)
             });
-            // All of them are more than are needed.
-            let Some((bucket, _)) = reached else { break };
-            needed -= above;
-            high = high.wrapping_sub((bucket << shift) as i32);
-            low = low.max(high.saturating_sub((1 << shift) - 1));
-            // One comparison, since two that each go either way could not be predicted.
-            let span = high.wrapping_sub(low) as u32;
-            self.range.retain(|&key| high.wrapping_sub(key) as u32 <= span);
         }
-        let mut tied = needed;
-        self.retain(|logit| {
-            let key = key(logit);
-            let kept = key > low || (key == low && tied > 0);
-            tied = tied.saturating_sub(usize::from(key == low));
-            kept
-        });
+        sum
     }
 
-    /// Keeps what `keep` says of a logit.
-    fn retain(&mut self, mut keep: impl FnMut(f32) -> bool) {
-        let mut kept = 0;
-        // Slices of their own, whose ends stay in registers while the elements are written.
-        let (ids, logits) = (self.ids.as_mut_slice(), self.logits.as_mut_slice());
-        for index in 0..ids.len() {
-            let logit = logits[index];
-            // Written without a branch, which could not be predicted.
-            ids[kept] = ids[index];
-            logits[kept] = logit;
-            kept += usize::from(keep(logit));
+    /// Weight of the ids that come before one. The total of the blocks that have its logit is
+    /// taken before.
+    pub(crate) fn before(&self, row: &Row, place: Place) -> f64 {
+        let mut sum = 0.0;
+        for block in row.blocks(place.logit) {
+            let Some(weights) = self.weights.chunks(BLOCK).nth(block.index) else { continue };
+            let (lower, others) = block.split(block.logits, place.id);
+            let (lower_weights, other_weights) = block.split(weights, place.id);
+            let mut counted = [0.0; BLOCK];
+            for ((counted, &logit), &weight) in counted.iter_mut().zip(lower).zip(lower_weights) {
+                *counted = if logit >= place.logit { weight } else { 0.0 };
+            }
+            sum += sum_of(&counted[..lower.len()]);
+            for ((counted, &logit), &weight) in counted.iter_mut().zip(others).zip(other_weights) {
+                *counted = if logit > place.logit { weight } else { 0.0 };
+            }
+            sum += sum_of(&counted[..others.len()]);
         }
-        self.ids.truncate(kept);
-        self.logits.truncate(kept);
+        sum
     }
 }
 
-/// An integer that orders as the logit does; −0 and 0 have the same.
-fn key(logit: f32) -> i32 {
-    let bits = (logit + 0.0).to_bits() as i32;
-    // Of negative numbers, larger ones have smaller magnitudes.
-    bits ^ ((bits >> 31) & i32::MAX)
+fn sum_of(weights: &[f32]) -> f64 {
+    let mut sums = [0f64; LANES];
+    let (groups, rest) = weights.as_chunks::<LANES>();
+    for group in groups {
+        for (sum, &weight) in sums.iter_mut().zip(group) {
+            *sum += f64::from(weight);
+        }
+    }
+    sums.iter().sum::<f64>() + rest.iter().copied().map(f64::from).sum::<f64>()
 }
 
 /// Below it, e^x is smaller than the normal numbers.
@@ -358,13 +381,6 @@ mod tests {
     }
 
     #[test]
-    fn keys_order_as_logits() {
-        let logits = [f32::MIN, -1.0, -f32::MIN_POSITIVE, -0.0, f32::MIN_POSITIVE, 2.0, f32::MAX];
-        assert!(logits.map(key).is_sorted());
-        assert_eq!(key(-0.0), key(0.0));
-    }
-
-    #[test]
     fn scanning_finds_the_largest_and_the_first_bad_logit() {
         for length in [1, 15, 16, 17, 63, 64, 65, 200] {
             for at in 0..length {
@@ -402,23 +418,60 @@ mod tests {
         proptest::collection::vec(logit, 1..300)
     }
 
+    fn check_keep(logits: &[f32], count: usize) {
+        let mut row = row(logits);
+        row.keep(count);
+        let mut expected = sorted(logits);
+        if count > 0 {
+            expected.truncate(count);
+        }
+        expected.retain(|&at| logits[at] > f32::NEG_INFINITY);
+        expected.sort_unstable();
+        let kept: Vec<usize> = row.places().map(|place| place.id as usize).collect();
+        assert_eq!(kept, expected, "{count} of {}", logits.len());
+        for place in row.places() {
+            assert_eq!(place.logit.to_bits(), logits[place.id as usize].to_bits());
+        }
+        let maxima = logits_by_block(&row).map(|block| block.fold(f32::NEG_INFINITY, f32::max));
+        assert_eq!(maxima.collect::<Vec<_>>(), row.maxima);
+    }
+
+    fn logits_by_block(row: &Row) -> impl Iterator<Item = impl Iterator<Item = f32>> {
+        row.logits.chunks(BLOCK).map(|block| block.iter().copied())
+    }
+
+    /// Rows in which the sample is worth something, in which it misleads, and in which it is worth
+    /// nothing because many logits are equal.
+    #[test]
+    fn keeping_a_count_of_a_large_row_is_the_head_of_the_sorted_logits() {
+        const IDS: usize = 40_000;
+        let noise = |id: usize| ((id as f64 * 0.618_033_988_75).fract() as f32 - 0.5) * 20.0;
+        let is_sampled = |id: usize| id % BLOCK == (id / BLOCK) * 37 % BLOCK;
+        let rows: [(&str, &dyn Fn(usize) -> f32); 8] = [
+            ("spread", &noise),
+            ("rising", &|id| id as f32),
+            ("falling", &|id| -(id as f32)),
+            ("equal", &|_| 0.5),
+            ("two values", &|id| (id % 2) as f32),
+            ("few values", &|id| noise(id).round()),
+            ("the sample is too high", &|id| noise(id) + if is_sampled(id) { 100.0 } else { 0.0 }),
+            ("half is left out", &|id| if id % 2 == 0 { noise(id) } else { f32::NEG_INFINITY }),
+        ];
+        for (_, logit) in rows {
+            let logits: Vec<f32> = (0..IDS).map(logit).collect();
+            for count in [1, 2, 50, 625, 3000, 20_000, 20_001, 39_000, IDS - 1, IDS, IDS + 1] {
+                check_keep(&logits, count);
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn keeping_a_count_is_the_head_of_the_sorted_logits(
             logits in logits(),
-            count in 1usize..320,
+            count in 0usize..320,
         ) {
-            let mut row = row(&logits);
-            let bound = row.bound_of_count(count);
-            prop_assert!(logits.iter().filter(|&&l| l >= bound).count() >= count.min(logits.len()));
-            let mut pool = Pool::default();
-            pool.gather(&row, bound);
-            pool.keep(count);
-            let mut expected = sorted(&logits);
-            expected.truncate(count);
-            expected.sort_unstable();
-            let ids: Vec<usize> = pool.ids.iter().map(|&id| id as usize).collect();
-            prop_assert_eq!(ids, expected);
+            check_keep(&logits, count);
         }
 
         #[test]
@@ -430,16 +483,11 @@ mod tests {
             let largest = logits.iter().copied().fold(f32::MIN, f32::max);
             let scale = Scale { largest, temperature };
             let id = id % logits.len() as u32;
-            let logit = logits[id as usize];
             let row = row(&logits);
-            let sums = scale.sums(row.candidates(f32::NEG_INFINITY), (logit, id));
-            // The same, of ids that do not follow one another.
-            let ids: Vec<u32> = (0..logits.len() as u32).map(|id| 3 * id).collect();
-            let candidates = Candidates { first: 0, ids: &ids, logits: &logits };
-            let spread = scale.sums(std::iter::once(candidates), (logit, 3 * id));
-            let (mut total, mut before) = (0.0, 0.0);
+            let place = Place { logit: logits[id as usize], id };
+            let (mut total, mut before, mut near) = (0.0, 0.0, 0.0);
             let order = sorted(&logits);
-            let place = order.iter().position(|&other| other == id as usize).unwrap();
+            let turn = order.iter().position(|&other| other == id as usize).unwrap();
             for (index, &other) in order.iter().enumerate() {
                 let logit = logits[other];
                 let exact = ((f64::from(logit) - f64::from(largest)) / f64::from(temperature)).exp();
@@ -447,13 +495,23 @@ mod tests {
                 prop_assert!((f64::from(scale.weight(logit)) - exact).abs() <= 1e-5 * exact + 1e-37);
                 let weight = f64::from(scale.weight(logit));
                 total += weight;
-                before += if index < place { weight } else { 0.0 };
+                before += if index < turn { weight } else { 0.0 };
+                let block = &logits[other / BLOCK * BLOCK..];
+                let is_near = block[..BLOCK.min(block.len())].iter().any(|&l| l >= place.logit);
+                near += if is_near { weight } else { 0.0 };
             }
-            for sums in [sums, spread] {
-                prop_assert!((sums.total / total - 1.0).abs() < 1e-12);
-                prop_assert!((sums.before - before).abs() <= 1e-12 * before);
+            let mut weights = Weights::default();
+            // Again after a step of other logits, so that nothing of it is left.
+            for _ in 0..2 {
+                prop_assert!((weights.total(&row, scale, place.logit) / near - 1.0).abs() < 1e-12);
+                prop_assert!((weights.before(&row, place) - before).abs() <= 1e-12 * before);
+                prop_assert!((weights.total(&row, scale, f32::MIN) / total - 1.0).abs() < 1e-12);
+                prop_assert!((weights.before(&row, place) - before).abs() <= 1e-12 * before);
+                weights.clear();
+                let other = Scale { largest: largest + 1.0, temperature };
+                weights.total(&row, other, f32::MIN);
+                weights.clear();
             }
-            prop_assert!((scale.total(&logits) / total - 1.0).abs() < 1e-12);
         }
     }
 }

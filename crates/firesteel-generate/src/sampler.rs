@@ -1,8 +1,8 @@
 use crate::options::check_ids;
-use crate::row::{Candidates, Pool, Row, Scale};
+use crate::race::{Noise, Race, Track};
+use crate::row::{BLOCK, Place, Row, Scale};
 use crate::{GenerateError, SamplingOptions};
 use serde::Serialize;
-use std::f64::consts::LN_2;
 use std::ops::Range;
 
 /// An id with its log-probability.
@@ -66,7 +66,7 @@ pub struct Sampler {
     counts: Vec<(u32, u32)>,
     picked: usize,
     row: Row,
-    pool: Pool,
+    track: Track,
 }
 
 impl Sampler {
@@ -85,7 +85,7 @@ impl Sampler {
             counts: Vec::new(),
             picked: 0,
             row: Row::default(),
-            pool: Pool::default(),
+            track: Track::default(),
         })
     }
 
@@ -179,7 +179,9 @@ impl Sampler {
     ) -> Result<TokenLogprobs, GenerateError> {
         self.load(logits)?;
         let largest = self.scan()?;
-        let total = Scale { largest, temperature: 1.0 }.total(&self.row.logits);
+        let scale = Scale { largest, temperature: 1.0 };
+        self.track.weights.clear();
+        let total = self.track.weights.total(&self.row, scale, f32::MIN);
         let log_total = f64::from(largest) + total.ln();
         let of = |id: u32, logit: f32| Logprob {
             id,
@@ -188,14 +190,11 @@ impl Sampler {
         let logit = self.row.logits.get(picked as usize).copied().unwrap_or(f32::NEG_INFINITY);
         let mut most = Vec::new();
         if top > 0 {
-            let bound = self.row.bound_of_count(top);
-            self.pool.gather(&self.row, bound);
-            self.pool.keep(top);
-            let mut pairs: Vec<(u32, f32)> =
-                self.pool.ids.iter().copied().zip(self.pool.logits.iter().copied()).collect();
+            self.row.keep(top);
+            let mut places: Vec<Place> = self.row.places().collect();
             // The ids are in order, and the sort is stable.
-            pairs.sort_by(|(_, a), (_, b)| (b + 0.0).total_cmp(&(a + 0.0)));
-            most.extend(pairs.into_iter().map(|(id, logit)| of(id, logit)));
+            places.sort_by(|a, b| (b.logit + 0.0).total_cmp(&(a.logit + 0.0)));
+            most.extend(places.into_iter().map(|place| of(place.id, place.logit)));
         }
         Ok(TokenLogprobs { picked: of(picked, logit), top: most })
     }
@@ -247,42 +246,41 @@ impl Sampler {
                 forbid(logits, id);
             }
         }
-        for &(id, count) in &self.counts {
-            change(logits, id, |logit| {
-                let penalty = options.repetition_penalty;
-                let logit = if logit > 0.0 { logit / penalty } else { logit * penalty };
+        let penalty = options.repetition_penalty;
+        let mut changed = [0.0; BLOCK];
+        for counts in self.counts.chunks(BLOCK) {
+            for (changed, &(id, _)) in changed.iter_mut().zip(counts) {
+                *changed = logits.get(id as usize).copied().unwrap_or(f32::NEG_INFINITY);
+            }
+            // A loop of its own, without branches, so that it runs in vector registers.
+            for (changed, &(_, count)) in changed.iter_mut().zip(counts) {
+                let logit = *changed;
+                // One summand is zero.
+                let repeated = logit.max(0.0) / penalty + logit.min(0.0) * penalty;
                 let presence = if count > 0 { options.presence_penalty } else { 0.0 };
-                logit - options.frequency_penalty * count as f32 - presence
-            });
+                let penalized = repeated - options.frequency_penalty * count as f32 - presence;
+                *changed = if logit.is_finite() { within_finite(penalized) } else { logit };
+            }
+            for (&changed, &(id, _)) in changed.iter().zip(counts) {
+                if let Some(logit) = logits.get_mut(id as usize) {
+                    *logit = changed;
+                }
+            }
         }
     }
 
     /// Temperature, `top_k`, `top_p`, `min_p` and the draw.
-    ///
-    /// Where only some ids can be left, a bound below which there is none of them is found first,
-    /// and only the ids above it are looked at.
     fn draw(&mut self, largest: f32) -> Option<u32> {
         let SamplingOptions { temperature, top_k, top_p, min_p, seed, .. } = self.options;
-        let (row, pool) = (&mut self.row, &mut self.pool);
-        let stream = mix(seed.wrapping_add(GOLDEN.wrapping_mul(self.picked as u64 + 1)));
-        let scale = Scale { largest, temperature };
-        let bound = logit_of_weight(scale, f64::from(min_p)).max(f32::MIN);
-        let mut race = Race { stream, scale, least: min_p, bound, share: f64::from(top_p) };
-        if top_k > 0 && top_k < row.logits.len() {
-            // What `min_p` leaves out still counts in the total that `top_p` is a share of.
-            let lowest = row.bound_of_count(top_k);
-            pool.gather(row, if top_p < 1.0 { lowest } else { lowest.max(bound) });
-            pool.keep(top_k);
-            let pooled = Candidates { first: 0, ids: &pool.ids, logits: &pool.logits };
-            return race.run(|_| std::iter::once(pooled));
-        }
-        if top_p < 1.0 {
-            // All weigh 1 at least, as the largest does. All ids lighter than this together weigh
-            // less than 1 − top_p of that.
-            let rest = (1.0 - f64::from(top_p)) / row.logits.len() as f64;
-            race.bound = race.bound.max(logit_of_weight(scale, rest));
-        }
-        race.run(|bound| row.candidates(bound))
+        self.row.keep(top_k);
+        let race = Race {
+            row: &self.row,
+            scale: Scale { largest, temperature },
+            noise: Noise::new(seed, self.picked),
+            least: min_p,
+            share: f64::from(top_p),
+        };
+        race.run(&mut self.track)
     }
 }
 
@@ -293,134 +291,18 @@ fn none_left() -> GenerateError {
 /// Changes a logit that is finite into another finite one.
 fn change(logits: &mut [f32], id: u32, change: impl Fn(f32) -> f32) {
     if let Some(logit) = logits.get_mut(id as usize).filter(|logit| logit.is_finite()) {
-        *logit = change(*logit).clamp(f32::MIN, f32::MAX);
+        *logit = within_finite(change(*logit));
     }
+}
+
+fn within_finite(logit: f32) -> f32 {
+    logit.clamp(f32::MIN, f32::MAX)
 }
 
 fn forbid(logits: &mut [f32], id: u32) {
     if let Some(logit) = logits.get_mut(id as usize) {
         *logit = f32::NEG_INFINITY;
     }
-}
-
-/// More than the relative error of a weight, which is that of the rounded quotient in the
-/// exponent and of the exponential.
-const WEIGHT_ERROR: f64 = 1e-4;
-
-/// A logit such that all lower ones weigh less than `weight`.
-fn logit_of_weight(scale: Scale, weight: f64) -> f32 {
-    let below = f64::from(scale.temperature) * (weight.ln() - WEIGHT_ERROR);
-    ((f64::from(scale.largest) + below) as f32).next_down()
-}
-
-/// The exponential race of one step.
-struct Race {
-    stream: u64,
-    scale: Scale,
-    /// Lighter ids take no part.
-    least: f32,
-    /// Nor do those with a lower logit.
-    bound: f32,
-    /// Part of the weight that the fewest first ids must have to take part.
-    share: f64,
-}
-
-impl Race {
-    /// The winner among the fewest first ids, in order of logit, then id, that together have
-    /// their share of the weight. `candidates` gives those from a logit on, and maybe others.
-    ///
-    /// An id is among them if those before it weigh less. So the race goes over all candidates:
-    /// where the winner is one of them, it is their winner too. Where it is not, neither is any
-    /// that comes after it, and the others race again: 1 − ln `top_p` times on average, and no
-    /// set has to be selected. Where few ids weigh most, those near the winner are enough to
-    /// know, whatever the others weigh.
-    fn run<'c, C: Iterator<Item = Candidates<'c>>>(
-        &self,
-        candidates: impl Fn(f32) -> C,
-    ) -> Option<u32> {
-        let (mut bound, mut limit, mut total) = (self.bound, None, None);
-        loop {
-            let winner = self.winner(candidates(bound), limit)?;
-            let (logit, id) = winner;
-            if self.share >= 1.0 {
-                return Some(id);
-            }
-            let near = self.scale.sums(candidates(logit), winner);
-            let is_enough = |total: f64| near.before < self.share * total;
-            let whole = || {
-                let all = candidates(f32::NEG_INFINITY);
-                all.map(|candidates| self.scale.total(candidates.logits)).sum()
-            };
-            if is_enough(near.total) || is_enough(*total.get_or_insert_with(whole)) {
-                return Some(id);
-            }
-            (bound, limit) = (logit, Some(winner));
-        }
-    }
-
-    /// The id with the largest score, (logit − largest) / temperature − ln e, of those that come
-    /// before `limit`, and its logit; of equal scores the larger logit, then the lower id. The
-    /// candidates come in order of their ids.
-    ///
-    /// As e = −ln u ≥ 1 − u, an id whose first term is less than the best score and ln (1 − u)
-    /// together has lost, and most ids have, so the logarithms of the others are hardly ever
-    /// needed. That of 1 − u is at least what its exponent and the bits of its fraction, read as
-    /// one number, say, since log2 (1 + m) ≥ m for m from 0 to 1.
-    fn winner<'c>(
-        &self,
-        candidates: impl Iterator<Item = Candidates<'c>>,
-        limit: Option<(f32, u32)>,
-    ) -> Option<(f32, u32)> {
-        const FRACTION: f64 = (1u64 << 52) as f64;
-        let (largest, inverse) =
-            (f64::from(self.scale.largest), 1.0 / f64::from(self.scale.temperature));
-        let mut best: Option<(f64, f32, u32)> = None;
-        let mut to_beat = f64::NEG_INFINITY;
-        for candidates in candidates {
-            for (index, &logit) in candidates.logits.iter().enumerate() {
-                let id = candidates.id(index);
-                let u = uniform(self.stream, id);
-                let logarithm =
-                    (1.0 - u).to_bits() as i64 as f64 * (LN_2 / FRACTION) - 1023.0 * LN_2;
-                // Not true for −∞ alone while there is none to beat.
-                if (f64::from(logit) - largest) * inverse < to_beat + logarithm {
-                    continue;
-                }
-                let left = limit
-                    .is_none_or(|(other, before)| logit > other || (logit == other && id < before));
-                if !left || logit < self.bound || self.scale.weight(logit) < self.least {
-                    continue;
-                }
-                let distance = f64::from(logit) - largest;
-                let score = distance / f64::from(self.scale.temperature) - (-u.ln()).ln();
-                if best.is_none_or(|(other, other_logit, _)| {
-                    score > other || (score == other && logit > other_logit)
-                }) {
-                    best = Some((score, logit, id));
-                    to_beat = score - WEIGHT_ERROR * (1.0 + score.abs());
-                }
-            }
-        }
-        best.map(|(_, logit, id)| (logit, id))
-    }
-}
-
-/// Step of the SplitMix64 counter: 2^64 divided by the golden ratio.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// Output function of SplitMix64 (Steele, Lea, Flood 2014).
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// Output number `id` of the SplitMix64 stream that starts at `stream`, as a uniform variable
-/// strictly between 0 and 1; 1 minus it is exact.
-fn uniform(stream: u64, id: u32) -> f64 {
-    let bits = mix(stream.wrapping_add(GOLDEN.wrapping_mul(u64::from(id) + 1)));
-    // From a signed integer, which is one instruction; the top bit is 0.
-    ((bits >> 12) as i64 as f64 + 0.5) / (1u64 << 52) as f64
 }
 
 #[cfg(test)]
@@ -438,22 +320,13 @@ mod tests {
     }
 
     /// Relative frequency of each id over `draws` samples.
-    fn frequencies(options: SamplingOptions, logits: &[f32], draws: usize) -> Vec<f64> {
+    fn frequencies(options: SamplingOptions, logits: &[f32], draws: u32) -> Vec<f64> {
         let mut sampler = sampler(options, logits.len());
         let mut counts = vec![0f64; logits.len()];
         for _ in 0..draws {
-            counts[sampler.sample(logits).unwrap() as usize] += 1.0 / draws as f64;
+            counts[sampler.sample(logits).unwrap() as usize] += 1.0 / f64::from(draws);
         }
         counts
-    }
-
-    #[test]
-    fn mix_is_splitmix64() {
-        // First outputs of the reference implementation for seed 1234567.
-        let outputs: Vec<u64> =
-            (1..=3).map(|n| mix(1_234_567u64.wrapping_add(GOLDEN.wrapping_mul(n)))).collect();
-        let expected = [6457827717110365317, 3203168211198807973, 9817491932198370423];
-        assert_eq!(outputs, expected);
     }
 
     #[test]
@@ -786,10 +659,66 @@ mod tests {
                     .zip(&logits)
                     .map(|(seen, &logit)| {
                         let expected = f64::from(logit).exp() / total;
-                        (seen - expected).powi(2) / expected * draws as f64
+                        (seen - expected).powi(2) / expected * f64::from(draws)
                     })
                     .sum();
                 assert!(chi_squared < 37.7, "seed {seed}: {chi_squared}");
+            }
+        }
+    }
+
+    /// As before, over ids of many blocks, so that most blocks are never looked into: a heavy id in
+    /// 50, and each option that leaves ids out. What is left is grouped by 50 ids: 29 degrees of
+    /// freedom, whose 99.9th percentile is 58.3.
+    #[test]
+    fn draws_of_a_large_vocabulary_follow_the_probabilities() {
+        const IDS: usize = 1500;
+        const GROUP: usize = 50;
+        let logit = |id: usize| (id as f32 * 0.7).sin() + if id % 50 == 7 { 4.0 } else { 0.0 };
+        let logits: Vec<f32> = (0..IDS).map(logit).collect();
+        let cases = [
+            warm(),
+            SamplingOptions { temperature: 2.0, ..warm() },
+            SamplingOptions { top_k: 500, ..warm() },
+            SamplingOptions { top_p: 0.7, ..warm() },
+            SamplingOptions { top_k: 1000, top_p: 0.7, ..warm() },
+            SamplingOptions { min_p: 0.01, ..warm() },
+        ];
+        let draws = 20_000;
+        for options in cases {
+            let ids = reference_ids(&options, &logits, 1e-6).unwrap();
+            let weight = |id: u32| f64::from(logits[id as usize] / options.temperature).exp();
+            let total: f64 = ids.iter().map(|&id| weight(id)).sum();
+            let mut expected = [0f64; IDS / GROUP];
+            for &id in &ids {
+                expected[id as usize / GROUP] += weight(id) / total;
+            }
+            let seen = frequencies(SamplingOptions { seed: 9, ..options.clone() }, &logits, draws);
+            assert!((0u32..).zip(&seen).all(|(id, &seen)| seen == 0.0 || ids.contains(&id)));
+            let chi_squared: f64 = seen
+                .chunks(GROUP)
+                .zip(expected)
+                .map(|(seen, expected)| {
+                    (seen.iter().sum::<f64>() - expected).powi(2) / expected * f64::from(draws)
+                })
+                .sum();
+            assert!(chi_squared < 58.3, "{options:?}: {chi_squared}");
+        }
+    }
+
+    #[test]
+    fn ids_that_cannot_be_picked_change_nothing() {
+        let logits: Vec<f32> = (0..300).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();
+        for options in [
+            warm(),
+            SamplingOptions { top_p: 0.8, ..warm() },
+            SamplingOptions { top_k: 20, min_p: 0.1, ..warm() },
+        ] {
+            let mut short = sampler(options.clone(), 300);
+            let mut long = sampler(options, 1000);
+            let padded = [logits.as_slice(), &[f32::NEG_INFINITY; 700]].concat();
+            for _ in 0..200 {
+                assert_eq!(short.sample(&logits).unwrap(), long.sample(&padded).unwrap());
             }
         }
     }
@@ -840,8 +769,13 @@ mod tests {
         logits
     }
 
-    /// The ids that are left, by sorting; `None` when a bound is too close to call.
-    fn reference_ids(options: &SamplingOptions, logits: &[f32]) -> Option<BTreeSet<u32>> {
+    /// The ids that are left, by sorting; `None` when one is so close to a bound that it may be
+    /// either way.
+    fn reference_ids(
+        options: &SamplingOptions,
+        logits: &[f32],
+        close: f64,
+    ) -> Option<BTreeSet<u32>> {
         let mut left: Vec<(u32, f64)> = (0..)
             .zip(logits)
             .filter(|(_, logit)| logit.is_finite())
@@ -859,7 +793,7 @@ mod tests {
             let weight = (x - largest).exp();
             let missing = f64::from(options.top_p) - sum / total;
             let excess = weight - f64::from(options.min_p);
-            if options.top_p < 1.0 && missing.abs() < 1e-5 || excess.abs() < 1e-5 {
+            if options.top_p < 1.0 && missing.abs() < close || excess.abs() < close {
                 return None;
             }
             if (options.top_p >= 1.0 || missing > 0.0) && excess > 0.0 {
@@ -917,17 +851,26 @@ mod tests {
                     .unwrap()
                     .with_prompt(&prompt);
             let (mut output, mut greedy_output) = (Vec::new(), Vec::new());
-            for step in 0..6u64 {
+            for step in 0..6 {
                 let expected = reference_logits(&options, &prompt, &output, &logits);
-                let picked = sampler.sample(&logits).unwrap();
-                for (&got, &want) in sampler.row.logits.iter().zip(&expected) {
+                let mut adjusted = sampler.clone();
+                adjusted.load(&logits).unwrap();
+                adjusted.adjust();
+                for (&got, &want) in adjusted.row.logits.iter().zip(&expected) {
                     prop_assert!(got == want || (got - want).abs() < 1e-5, "{} {}", got, want);
                 }
-                let Some(ids) = reference_ids(&options, &expected) else { return Ok(()) };
-                let stream = mix(options.seed.wrapping_add(GOLDEN.wrapping_mul(step + 1)));
+                let picked = sampler.sample(&logits).unwrap();
+                let Some(ids) = reference_ids(&options, &expected, 1e-5) else { return Ok(()) };
+                let noise = Noise::new(options.seed, step);
+                let noise: BTreeMap<u32, f64> = (0..2)
+                    .flat_map(|block| {
+                        let id = move |position| (block * BLOCK + position) as u32;
+                        noise.ascending(block).map(move |(position, e)| (id(position), e))
+                    })
+                    .collect();
                 let score = |id: u32| {
-                    let e = -uniform(stream, id).ln();
-                    (f64::from(expected[id as usize]) / f64::from(options.temperature)).exp() / e
+                    let logit = f64::from(expected[id as usize]);
+                    (logit / f64::from(options.temperature)).exp() / noise[&id]
                 };
                 let winner = ids.iter().copied().max_by(|&a, &b| score(a).total_cmp(&score(b)));
                 prop_assert_eq!(Some(picked), winner);
