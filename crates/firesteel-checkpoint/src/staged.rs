@@ -104,6 +104,14 @@ impl StagedFile {
         &self.file
     }
 
+    /// Refuses to begin what cannot end: `bytes` bytes on a file system that has less.
+    ///
+    /// # Errors
+    /// When fewer bytes are free; the message says both numbers.
+    pub fn require_space(&self, bytes: u64) -> io::Result<()> {
+        require_space(&self.path, &self.target, bytes)
+    }
+
     /// Writes everything to disk and renames the file to its target.
     ///
     /// # Errors
@@ -369,6 +377,12 @@ mod tests {
         let error = write("4", Some(|_| Ok(false))).unwrap_err().to_string();
         assert!(error.ends_with("b exists and is another kind of file; not replaced"));
         assert_eq!(fs::read_to_string(&target).unwrap(), "3");
+        let staged = StagedFile::create(&parent.path().join("a/large"), None).unwrap();
+        staged.require_space(0).unwrap();
+        let error = staged.require_space(u64::MAX).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        assert!(error.to_string().contains("large: 18446744073709551615 bytes are needed"));
+        drop(staged);
         assert_eq!(names(&parent.path().join("a")), ["b"]);
     }
 

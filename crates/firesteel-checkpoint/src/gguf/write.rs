@@ -110,9 +110,9 @@ const QUANTIZATION_VERSION: u32 = 2;
 /// The file appears complete or not at all.
 ///
 /// # Errors
-/// When `out_file` exists and may not be replaced, cannot be written, a weight cannot be read, or
-/// a weight cannot be written in its format: it has a value that is not finite or too large, or
-/// its rows are not whole blocks.
+/// When `out_file` exists and may not be replaced, its file system has too little room, it cannot
+/// be written, a weight cannot be read, or a weight cannot be written in its format: it has a value
+/// that is not finite or too large, or its rows are not whole blocks.
 pub fn write_gguf(
     checkpoint: &Checkpoint,
     options: GgufOptions<'_>,
@@ -137,6 +137,7 @@ pub fn write_gguf(
         end = offset + tensor.bytes as u64;
     }
     let total = end.next_multiple_of(DEFAULT_ALIGNMENT as u64);
+    staged.require_space(total)?;
     file.set_len(total)?;
     file.write_all_at(&header, 0)?;
 
