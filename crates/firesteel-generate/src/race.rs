@@ -291,7 +291,7 @@ mod tests {
                 &|_| 0.0,
                 &|id| (id as f32 * 1.7).sin() * 4.0,
                 &|id| if id % 97 == 0 { 9.0 } else { (id as f32).cos() },
-                &|id| if id / BLOCK % 2 == 0 { id as f32 * 1e-3 } else { f32::NEG_INFINITY },
+                &|id| if id & BLOCK == 0 { id as f32 * 1e-3 } else { f32::NEG_INFINITY },
             ];
             for logit in rows {
                 let logits: Vec<f32> = (0..ids).map(logit).collect();
