@@ -233,6 +233,20 @@ pub struct ArtifactEmbedding {
     table: Tensor,
 }
 
+impl ArtifactEmbedding {
+    /// The embedding of `table`, one row a token.
+    ///
+    /// # Errors
+    /// When it is no matrix of floats with rows.
+    pub fn new(table: Tensor) -> Result<Self, String> {
+        let floats = table.dtype().is_float();
+        if matches!(table.shape(), [rows, _] if *rows > 0) && floats {
+            return Ok(Self { table });
+        }
+        Err(format!("is {} {:?}; a matrix of floats is an embedding", table.dtype(), table.shape()))
+    }
+}
+
 impl Embedding for ArtifactEmbedding {
     fn hidden_size(&self) -> usize {
         self.table.shape()[1]

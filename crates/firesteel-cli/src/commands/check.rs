@@ -133,11 +133,9 @@ pub(crate) fn check_and_print(
     let test_kind = args.runner.unwrap_or(test.default_runner(false));
     let reference_kind = args.against_runner.unwrap_or(reference.default_runner(false));
     // The step is the artifact's; a checkpoint follows it, in f32.
-    let contract = match (test, reference) {
-        (Source::Artifact(artifact), _) | (_, Source::Artifact(artifact)) => {
-            artifact.manifest().contract()?
-        }
-        _ => checkpoint_contract(test)?,
+    let contract = match test.manifest().or(reference.manifest()) {
+        Some(manifest) => manifest.contract()?,
+        None => checkpoint_contract(test)?,
     };
     let spec = as_f32(&contract)?;
     let mut left = reference.runner(reference_kind, Some(&spec), layers, &args.ort)?;
@@ -151,9 +149,7 @@ pub(crate) fn check_and_print(
         }
     }
     for source in [test, reference] {
-        if let Source::Artifact(artifact) = source {
-            artifact.verify()?;
-        }
+        source.verify()?;
     }
     let options = CheckOptions {
         steps: Some(args.steps),
@@ -217,10 +213,7 @@ fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
     };
     sources
         .into_iter()
-        .map(|source| match source {
-            Source::Artifact(artifact) => bar(artifact.manifest()),
-            Source::Checkpoint(_) => wide,
-        })
+        .map(|source| source.manifest().map_or(wide, bar))
         .fold(f64::INFINITY, f64::min)
 }
 
@@ -297,7 +290,7 @@ fn feed(spec: &StepSpec, reference: &Source, test: &Source) -> anyhow::Result<Bo
                     dtype: DType::F32,
                 },
             )?;
-            let ort = OrtArgs { ort: None };
+            let ort = OrtArgs::default();
             let runner = source.runner(RunnerKind::Engine, Some(&before), false, &ort)?;
             let embedding = source.embedding()?.context("a checkpoint has an embedding")?;
             let state = KvState::new(&before)?;

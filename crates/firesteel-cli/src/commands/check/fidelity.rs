@@ -5,7 +5,7 @@ use crate::printer::{Printer, table};
 use crate::source::{DecoderOptions, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
-use firesteel_artifact::Artifact;
+use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
 use firesteel_generate::{AddedTokens, Conversation, MessageRole, Tokenizer};
@@ -103,14 +103,11 @@ impl FidelityArgs {
             args.against_runner.unwrap_or(reference.default_runner(false)),
             args.runner.unwrap_or(test.default_runner(false)),
         ];
-        let artifact = [reference, test].into_iter().find_map(|source| match source {
-            Source::Artifact(artifact) => Some(&**artifact),
-            Source::Checkpoint(_) => None,
-        });
+        let manifest = [reference, test].into_iter().find_map(Source::manifest);
         let mut side = |source: &Source, kind| {
             let options =
                 DecoderOptions { kind, ort: &args.ort, prompt: 1, all_logits: CHUNK, kv: self.kv };
-            source.decoder(&step(source, artifact, context)?, &options, printer)
+            source.decoder(&step(source, manifest, context)?, &options, printer)
         };
         let mut left = side(reference, kinds[0])?;
         let mut right = side(test, kinds[1])?;
@@ -162,9 +159,9 @@ impl FidelityArgs {
 }
 
 /// The step of a checkpoint, or that of the artifact on either side, in f32.
-fn step(source: &Source, artifact: Option<&Artifact>, context: usize) -> anyhow::Result<StepSpec> {
-    let spec = match artifact {
-        Some(artifact) => artifact.manifest().contract()?,
+fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow::Result<StepSpec> {
+    let spec = match manifest {
+        Some(manifest) => manifest.contract()?,
         None => {
             let config = source.config()?;
             StepSpec::new(
