@@ -1,5 +1,5 @@
 use crate::manifest::{KvBytesEntry, ModelEntry};
-use crate::open::{data_hash, hex};
+use crate::open::{data_hash, sha256};
 use crate::{
     Artifact, ArtifactError, DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry,
     GraphRole, HeadSource, MANIFEST, Manifest, Quantization,
@@ -7,13 +7,12 @@ use crate::{
 use firesteel_checkpoint::{
     Checkpoint, CheckpointFile, Head, LayerKind, ModelConfig, Replace, StagedFolder,
 };
-use firesteel_export::{ExportOptions, StepGraphs, WeightSource, build, lint};
+use firesteel_export::{ExportOptions, StepGraphs, WeightSource, build, linear_weight, lint};
 use firesteel_graph::{Constant, ConstantSource, Graph};
 use firesteel_onnx::{ModelFile, RawFile, WritePlan, WriteReport, read_model};
 use firesteel_step::{Logits, StepSpec, kv_bytes};
 use firesteel_tensor::DType;
 use fs_err as fs;
-use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -332,7 +331,7 @@ fn graph_entries(
         std::iter::once(step).chain(heads).zip(&report.models)
     {
         let file = written.file.name.clone();
-        let sha256 = hex(&Sha256::digest(fs::read(folder.join(&file))?));
+        let sha256 = sha256(&fs::read(folder.join(&file))?);
         let bytes = written.file.bytes;
         let op_counts = graph.op_counts();
         entries.push(GraphEntry { file, role, bytes, sha256, layer_hidden, op_counts });
@@ -367,7 +366,7 @@ fn hash_file(file: &CheckpointFile) -> FileHash {
     FileHash {
         name: file.name.clone(),
         bytes: file.bytes.len() as u64,
-        sha256: hex(&Sha256::digest(&*file.bytes)),
+        sha256: sha256(&file.bytes),
     }
 }
 
@@ -410,7 +409,7 @@ fn write_side_files(
         written.push(FileHash {
             name: name.clone(),
             bytes: content.len() as u64,
-            sha256: hex(&Sha256::digest(content)),
+            sha256: sha256(content),
         });
     }
     Ok(written)
@@ -502,9 +501,11 @@ fn embedding_entry(
     })
 }
 
-/// Reads every graph back as a stranger would and lints what was read.
+/// Reads every graph back as a stranger would, lints what was read, and compares the quantized
+/// weights with the manifest's list.
 fn verify(artifact: &Artifact) -> Result<(), ArtifactError> {
     let manifest = artifact.manifest();
+    let mut weights = Vec::new();
     for entry in &manifest.graphs {
         let file = artifact.graph_path(entry);
         let model = read_model(&file)?;
@@ -518,11 +519,30 @@ fn verify(artifact: &Artifact) -> Result<(), ArtifactError> {
         if model.graph.op_counts() != entry.op_counts {
             return Err(problem("reads back with other operators".into()));
         }
+        for node in model.graph.nodes() {
+            let Some(weight) = linear_weight(&model.graph, node) else { continue };
+            let value = model.graph.value(weight);
+            weights.push((value.name.clone(), value.dtype, value.shape.clone()));
+        }
         if entry.role == GraphRole::Step {
             let spec = artifact.graph_spec(true);
             crate::EvaluatorRunner::new(model.graph, spec)
                 .map_err(|source| ArtifactError::Graph { file, source: Box::new(source) })?;
         }
     }
-    Ok(())
+    let Some(quantization) = &manifest.quantization else { return Ok(()) };
+    let planned = quantization.weights.iter();
+    let planned = planned.map(|w| (w.name.clone(), w.dtype, vec![w.rows, w.columns]));
+    let mut planned: Vec<(String, DType, Vec<usize>)> = planned.collect();
+    planned.sort();
+    weights.sort();
+    let differing = planned.iter().zip(&weights).find(|(planned, found)| planned != found);
+    let problem = match differing {
+        None if planned.len() == weights.len() => return Ok(()),
+        None => format!("{} matrices were planned, {} are there", planned.len(), weights.len()),
+        Some(((name, dtype, shape), found)) => {
+            format!("{name} was planned as {dtype} {shape:?}, {found:?} is there")
+        }
+    };
+    Err(ArtifactError::Manifest { file: artifact.folder().join(MANIFEST), problem })
 }

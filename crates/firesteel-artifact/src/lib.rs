@@ -16,7 +16,7 @@ pub use manifest::{
     DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry, GraphRole, HeadSource,
     KvBytesEntry, MANIFEST, Manifest, ModelEntry, Quantization, QuantizedWeight,
 };
-pub use open::{Artifact, ArtifactEmbedding};
+pub use open::{Artifact, ArtifactEmbedding, sha256};
 pub use sharded::{HeadRunner, ShardedRunner};
 
 use firesteel_checkpoint::CheckpointError;

@@ -69,7 +69,7 @@ impl Artifact {
 
     fn check_sha256(&self, name: &str, expected: &str) -> Result<(), ArtifactError> {
         let file = self.folder.join(name);
-        let actual = hex(&Sha256::digest(fs::read(&file)?));
+        let actual = sha256(&fs::read(&file)?);
         if actual == expected {
             return Ok(());
         }
@@ -288,6 +288,11 @@ impl Embedding for ArtifactEmbedding {
 pub(crate) fn data_hash(path: &Path) -> Result<String, ArtifactError> {
     let bytes = MappedFile::open(path)?.bytes();
     Ok(format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes)))
+}
+
+/// SHA-256 of `bytes`, in lower-case hexadecimal.
+pub fn sha256(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
 }
 
 /// Lower-case hexadecimal.
