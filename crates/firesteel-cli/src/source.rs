@@ -10,7 +10,7 @@ use firesteel_compile::{Compiled, CompiledManifest};
 use firesteel_engine::{
     CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
 };
-use firesteel_generate::{ChatTemplate, GenerationConfig, Tokenizer};
+use firesteel_generate::{ChatTemplate, Conversation, GenerationConfig, Tokenizer};
 use firesteel_ort::qnn::{HtpOptions, Limits, free_memory};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
@@ -302,6 +302,19 @@ pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
+/// The conversations of a file with one on each line.
+pub(crate) fn read_chats(path: &Path) -> anyhow::Result<Vec<Conversation>> {
+    let text = read_text(path)?;
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    lines
+        .map(|(number, line)| {
+            serde_json::from_str(line).with_context(|| {
+                format!("line {} of {} is no conversation", number + 1, path.display())
+            })
+        })
+        .collect()
+}
+
 fn name(kind: RunnerKind) -> &'static str {
     match kind {
         RunnerKind::Cpu => "the CPU's kernels",
@@ -324,7 +337,7 @@ fn ort_runner(
         bail!("the manifest names no graph");
     };
     let path = artifact.graph_path(first);
-    let spec = artifact.step_spec(layer_outputs);
+    let spec = artifact.graph_spec(layer_outputs);
     let step: Box<dyn Runner> = if layer_outputs {
         // The layers' values are outputs of a copy in memory; the file stays what it is.
         let names: Vec<&str> = first.layer_hidden.iter().map(String::as_str).collect();

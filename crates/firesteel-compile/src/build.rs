@@ -372,6 +372,7 @@ impl PartJob<'_> {
         Ok(PartEntry {
             name: self.part.name.clone(),
             role: self.part.role.clone(),
+            ports: self.part.ports.clone(),
             context: self.context(),
             binary_bytes: bytes.len() as u64,
             binary,

@@ -3,7 +3,7 @@ use firesteel_artifact::{MANIFEST, Manifest};
 use firesteel_check::audit::{Audit, Rule};
 use firesteel_ort::qnn::{Performance, Soc};
 use firesteel_ort::{ONNX_RUNTIME_VERSION, QNN_SDK_VERSION, QNN_VERSION};
-use firesteel_step::StepSpec;
+use firesteel_step::{PortEncoding, StepSpec};
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 use std::io::Read;
@@ -133,6 +133,8 @@ pub struct PartEntry {
     pub name: String,
     /// What it does.
     pub role: PartRole,
+    /// Encodings of its inputs and outputs that are integers.
+    pub ports: Vec<PortEncoding>,
     /// The context file, an ONNX model that names the binary.
     pub context: String,
     /// The binary.

@@ -4,7 +4,7 @@ use firesteel_artifact::{ArtifactEmbedding, EmbeddingEntry, HeadRunner, MANIFEST
 use firesteel_checkpoint::MappedFile;
 use firesteel_ort::OrtRunner;
 use firesteel_ort::qnn::{HtpModel, HtpOptions};
-use firesteel_step::{Runner, RunnerError};
+use firesteel_step::{EncodedRunner, Runner, RunnerError};
 use firesteel_tensor::{Tensor, TensorView};
 use fs_err as fs;
 use std::path::{Path, PathBuf};
@@ -103,7 +103,13 @@ impl Compiled {
         let open = |context: &str| HtpModel::open(&self.folder.join(context), options);
         let mut slices: Vec<Box<dyn Runner>> = Vec::new();
         for (part, spec) in step.slices() {
-            slices.push(Box::new(OrtRunner::on_htp(open(&part.context)?, spec.clone())?));
+            let raw = spec.clone().with_encodings(&part.ports);
+            let runner = Box::new(OrtRunner::on_htp(open(&part.context)?, raw)?);
+            slices.push(if part.ports.is_empty() {
+                runner
+            } else {
+                Box::new(EncodedRunner::new(runner, spec.clone(), &part.ports)?)
+            });
         }
         let mut heads: Vec<HeadRunner> = Vec::new();
         for part in step.heads() {

@@ -1,6 +1,7 @@
 use crate::{CompileError, PartRole};
 use firesteel_artifact::{Artifact, GraphRole};
 use firesteel_graph::Graph;
+use firesteel_step::PortEncoding;
 use std::path::PathBuf;
 
 /// How a step is cut into parts of layers.
@@ -17,6 +18,8 @@ pub enum Split {
 pub(crate) struct Part {
     pub(crate) name: String,
     pub(crate) role: PartRole,
+    /// Encodings of the ports that are integers.
+    pub(crate) ports: Vec<PortEncoding>,
     /// What is meant.
     pub(crate) graph: Graph,
     /// Its file, where it is a graph of the artifact.
@@ -47,6 +50,7 @@ pub(crate) fn parts(
         parts.push(Part {
             name,
             role,
+            ports: artifact.manifest().ports().to_vec(),
             graph,
             model: Some(artifact.graph_path(entry)),
             identity: entry.sha256.clone(),

@@ -254,7 +254,7 @@ fn token_ids(
 }
 
 /// Ids all over the vocabulary, for models without a tokenizer.
-fn spread_ids(count: usize, vocabulary: usize) -> Vec<u32> {
+pub(crate) fn spread_ids(count: usize, vocabulary: usize) -> Vec<u32> {
     // A multiplicative hash (Knuth) of the index.
     (0..count as u64)
         .map(|i| {
@@ -346,7 +346,7 @@ impl Feed for SliceFeed {
     }
 }
 
-fn decibels(snr: &Snr) -> String {
+pub(crate) fn decibels(snr: &Snr) -> String {
     match snr.db {
         Some(db) => format!("{db:.1} dB"),
         None if snr.identical => "identical".into(),
