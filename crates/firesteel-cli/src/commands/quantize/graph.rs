@@ -363,6 +363,7 @@ fn same_model(ranges: &Ranges, source: &Source) -> anyhow::Result<()> {
     let own = match source {
         Source::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
         Source::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
+        Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
     };
     if own != ranges.checkpoint {
         bail!("the ranges were learned from other weights; calibrate this checkpoint");
