@@ -5,6 +5,7 @@
 //! one and runs it on the emulator.
 
 mod build;
+mod chain;
 mod manifest;
 mod open;
 mod part;
@@ -15,7 +16,7 @@ pub use manifest::{
     StepEntry, Target,
 };
 pub use open::Compiled;
-pub use part::Split;
+pub use part::{PART_BYTES, Split};
 
 use firesteel_artifact::ArtifactError;
 use firesteel_check::audit::{AuditError, Finding};

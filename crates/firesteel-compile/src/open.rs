@@ -1,5 +1,6 @@
 use crate::build::identity;
-use crate::{CompileError, CompiledManifest, Libraries, StepEntry};
+use crate::chain::Chain;
+use crate::{CompileError, CompiledManifest, Libraries, PartEntry, StepEntry};
 use firesteel_artifact::{ArtifactEmbedding, EmbeddingEntry, HeadRunner, MANIFEST, ShardedRunner};
 use firesteel_checkpoint::MappedFile;
 use firesteel_ort::OrtRunner;
@@ -113,9 +114,15 @@ impl Compiled {
         }
         let mut heads: Vec<HeadRunner> = Vec::new();
         for part in step.heads() {
-            heads.push(head(open(&part.context)?));
+            heads.push(head(open(&part.context)?, part)?);
         }
-        let layers = slices.remove(0);
+        let layers: Box<dyn Runner> = match slices.pop() {
+            Some(only) if slices.is_empty() => only,
+            last => {
+                slices.extend(last);
+                Box::new(Chain::new(slices, &step.source.step)?)
+            }
+        };
         if heads.is_empty() {
             return Ok(layers);
         }
@@ -143,10 +150,23 @@ impl Compiled {
 }
 
 /// A part of the head on the emulator.
-fn head(mut model: HtpModel) -> HeadRunner {
-    Box::new(move |hidden: TensorView<'_>| {
+fn head(mut model: HtpModel, part: &PartEntry) -> Result<HeadRunner, CompileError> {
+    let encoding =
+        |name: &str| part.ports.iter().find(|port| port.name == name).map(|port| port.encoding);
+    let (input, output) = (encoding("hidden"), encoding("logits"));
+    for encoding in [input, output].into_iter().flatten() {
+        encoding.validate()?;
+    }
+    Ok(Box::new(move |hidden: TensorView<'_>| {
         let fail = |message: String| RunnerError::Failed { runner: "htp".into(), message };
+        let encoded = input.map(|encoding| encoding.quantize(hidden)).transpose()?;
+        let hidden = encoded.as_ref().map_or(hidden, Tensor::view);
         let outputs = model.run(&[("hidden", hidden)]).map_err(|error| fail(error.to_string()))?;
-        outputs.into_iter().next().ok_or_else(|| fail("a part of the head has no output".into()))
-    })
+        let logits = outputs.into_iter().next();
+        let logits = logits.ok_or_else(|| fail("a part of the head has no output".into()))?;
+        Ok(match output {
+            Some(encoding) => encoding.dequantize(logits.view())?,
+            None => logits,
+        })
+    }))
 }
