@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, HeadRunner, Manifest};
 use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
-use firesteel_compile::{Compiled, CompiledManifest};
+use firesteel_compile::{Compiled, CompiledManifest, StepEntry};
 use firesteel_engine::{
     CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
 };
@@ -83,14 +83,29 @@ pub(crate) struct DecoderOptions<'a> {
 pub(crate) enum Source {
     Checkpoint(Arc<Checkpoint>),
     Artifact(Box<Artifact>),
-    Compiled(Box<Compiled>),
+    Compiled(Box<CompiledStep>),
+}
+
+/// A compiled artifact, and which of its steps is run.
+pub(crate) struct CompiledStep {
+    pub(crate) compiled: Compiled,
+    pub(crate) step: String,
+}
+
+impl CompiledStep {
+    /// The step's entry in the manifest.
+    pub(crate) fn entry(&self) -> anyhow::Result<&StepEntry> {
+        Ok(self.compiled.step(Some(&self.step))?)
+    }
 }
 
 impl Source {
     /// Opens what `path` is and says its warnings.
     pub(crate) fn open(path: &Path, printer: &mut Printer) -> anyhow::Result<Self> {
         if CompiledManifest::is_in(path) {
-            return Ok(Self::Compiled(Box::new(Compiled::open(path)?)));
+            let compiled = Compiled::open(path)?;
+            let step = compiled.step(None)?.name.clone();
+            return Ok(Self::Compiled(Box::new(CompiledStep { compiled, step })));
         }
         if Artifact::is_artifact(path) {
             return Ok(Self::Artifact(Box::new(Artifact::open(path)?)));
@@ -102,12 +117,12 @@ impl Source {
         Ok(Self::Checkpoint(Arc::new(checkpoint)))
     }
 
-    /// The manifest of an artifact, or of the first step that was compiled.
+    /// The manifest of an artifact, or of the step that was compiled.
     pub(crate) fn manifest(&self) -> Option<&Manifest> {
         match self {
             Self::Checkpoint(_) => None,
             Self::Artifact(artifact) => Some(artifact.manifest()),
-            Self::Compiled(compiled) => compiled.manifest().steps.first().map(|step| &step.source),
+            Self::Compiled(step) => step.entry().ok().map(|entry| &entry.source),
         }
     }
 
@@ -116,7 +131,7 @@ impl Source {
         match self {
             Self::Checkpoint(_) => Ok(()),
             Self::Artifact(artifact) => Ok(artifact.verify()?),
-            Self::Compiled(compiled) => Ok(compiled.verify()?),
+            Self::Compiled(step) => Ok(step.compiled.verify()?),
         }
     }
 
@@ -160,13 +175,13 @@ impl Source {
             (Self::Artifact(_), RunnerKind::Htp) => {
                 bail!("the emulator of the HTP runs compiled artifacts; compile this one first")
             }
-            (Self::Compiled(compiled), RunnerKind::Htp) => {
+            (Self::Compiled(step), RunnerKind::Htp) => {
                 let options = HtpOptions {
                     library: ort.ort.clone(),
                     worker: worker_command()?,
                     limits: ort.limits(),
                 };
-                Ok(compiled.emulator(compiled.step(None)?, &options)?)
+                Ok(step.compiled.emulator(step.entry()?, &options)?)
             }
             (Self::Compiled(_), _) => bail!(
                 "a compiled artifact runs on the emulator of the HTP (--runner htp), not on {}",
@@ -229,7 +244,7 @@ impl Source {
                 Some(Box::new(CheckpointEmbedding::new(Arc::clone(checkpoint))))
             }
             Self::Artifact(artifact) => artifact.embedding()?.map(|table| Box::new(table) as _),
-            Self::Compiled(compiled) => compiled.embedding()?.map(|table| Box::new(table) as _),
+            Self::Compiled(step) => step.compiled.embedding()?.map(|table| Box::new(table) as _),
         })
     }
 
@@ -273,7 +288,7 @@ impl Source {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint.path(),
             Self::Artifact(artifact) => Some(artifact.folder()),
-            Self::Compiled(compiled) => Some(compiled.folder()),
+            Self::Compiled(step) => Some(step.compiled.folder()),
         }
     }
 
@@ -282,7 +297,7 @@ impl Source {
         Ok(match self {
             Self::Checkpoint(checkpoint) => checkpoint.config().clone(),
             Self::Artifact(artifact) => ModelConfig::open(artifact.folder())?.0,
-            Self::Compiled(compiled) => ModelConfig::open(compiled.folder())?.0,
+            Self::Compiled(step) => ModelConfig::open(step.compiled.folder())?.0,
         })
     }
 }

@@ -15,6 +15,7 @@ use firesteel_tensor::DType;
 use fs_err as fs;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
+use std::fs::TryLockError;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -46,6 +47,8 @@ pub struct CompileOptions {
 /// What the caller hears while it waits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Progress<'a> {
+    /// Another process compiles, and is waited for.
+    Waiting,
     /// A part begins.
     Part {
         /// Its name.
@@ -89,6 +92,14 @@ pub fn compile(
     report: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Compiled, CompileError> {
     let steps = step_names(artifacts)?;
+    // Compilations hold gigabytes and share finished parts, so there is one at a time. The lock is
+    // released when the file is closed, also by the end of a killed process.
+    fs::create_dir_all(&options.cache)?;
+    let lock = fs::File::create(options.cache.join("lock"))?;
+    if let Err(TryLockError::WouldBlock) = lock.file().try_lock() {
+        report(Progress::Waiting);
+        lock.file().lock()?;
+    }
     let replace = if options.force { Replace::If(&CompiledManifest::owns) } else { Replace::Never };
     let staged = StagedFolder::create(out, replace)?;
     let mut planned = Vec::with_capacity(artifacts.len());
@@ -122,6 +133,7 @@ pub fn compile(
             name: name.clone(),
             source: artifact.manifest().clone(),
             parts: entries,
+            measured: None,
         });
     }
     for (entry, folder) in manifest.steps.iter().flat_map(|step| &step.parts).zip(&finished) {

@@ -12,8 +12,8 @@ mod part;
 
 pub use build::{CompileOptions, Progress, compile, step_names};
 pub use manifest::{
-    COMPILED_VERSION, CompiledManifest, FileEntry, Libraries, PartEntry, PartRole, SharedEntry,
-    StepEntry, Target,
+    COMPILED_VERSION, CompiledManifest, FileEntry, Libraries, Measured, PartEntry, PartRole,
+    SharedEntry, StepEntry, Target,
 };
 pub use open::Compiled;
 pub use part::{PART_BYTES, Split};

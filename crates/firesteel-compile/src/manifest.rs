@@ -6,6 +6,7 @@ use firesteel_ort::{ONNX_RUNTIME_VERSION, QNN_SDK_VERSION, QNN_VERSION};
 use firesteel_step::{PortEncoding, StepSpec};
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
@@ -107,6 +108,51 @@ pub struct StepEntry {
     /// Its parts, in the order in which they run: each but the first takes the hidden state of the
     /// one before, those of the head all that of the last layers.
     pub parts: Vec<PartEntry>,
+    /// How far it is from the model in floats, where that was measured and recorded.
+    pub measured: Option<Measured>,
+}
+
+/// A comparison of a step on the emulator with a reference.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    /// Name of the reference runner.
+    pub reference: String,
+    /// Tokens that both were given.
+    pub tokens: usize,
+    /// SNR of the first output (logits or hidden state) in dB; `None` when it is identical.
+    pub output_db: Option<f64>,
+    /// SNR of new keys and values in dB; `None` when they are identical.
+    pub entries_db: Option<f64>,
+    /// Share of tokens with the same best next token, ties left out; `None` without a head.
+    pub top1: Option<f64>,
+    /// Mean KL divergence in nats; `None` without a head.
+    pub kl_mean: Option<f64>,
+    /// Tokens of the greedy continuation that agree, and how many were compared.
+    pub greedy: Option<(usize, usize)>,
+}
+
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let decibels = |db: Option<f64>| db.map_or("identical".into(), |db| format!("{db:.1} dB"));
+        write!(
+            f,
+            "{} tokens against {}: output {}, keys and values {}",
+            self.tokens,
+            self.reference,
+            decibels(self.output_db),
+            decibels(self.entries_db)
+        )?;
+        if let Some(top1) = self.top1 {
+            write!(f, ", top-1 {:.1} %", 100.0 * top1)?;
+        }
+        if let Some(kl) = self.kl_mean {
+            write!(f, ", KL {kl:.2e}")?;
+        }
+        if let Some((agreed, count)) = self.greedy {
+            write!(f, ", greedy {agreed} of {count}")?;
+        }
+        Ok(())
+    }
 }
 
 /// What a part does.

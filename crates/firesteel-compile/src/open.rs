@@ -1,13 +1,14 @@
 use crate::build::identity;
 use crate::chain::Chain;
-use crate::{CompileError, CompiledManifest, Libraries, PartEntry, StepEntry};
+use crate::{CompileError, CompiledManifest, Libraries, Measured, PartEntry, StepEntry};
 use firesteel_artifact::{ArtifactEmbedding, EmbeddingEntry, HeadRunner, MANIFEST, ShardedRunner};
-use firesteel_checkpoint::MappedFile;
+use firesteel_checkpoint::{MappedFile, StagedFile};
 use firesteel_ort::OrtRunner;
 use firesteel_ort::qnn::{HtpModel, HtpOptions};
 use firesteel_step::{EncodedRunner, Runner, RunnerError};
 use firesteel_tensor::{Tensor, TensorView};
 use fs_err as fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// A compiled artifact on disk.
@@ -65,6 +66,21 @@ impl Compiled {
         &self.manifest
     }
 
+    /// Writes what was measured of the step `name` into the manifest.
+    ///
+    /// # Errors
+    /// When there is no such step, or the manifest cannot be written.
+    pub fn record(&mut self, name: &str, measured: Measured) -> Result<(), CompileError> {
+        self.step(Some(name))?;
+        for step in self.manifest.steps.iter_mut().filter(|step| step.name == name) {
+            step.measured = Some(measured.clone());
+        }
+        let text = serde_json::to_vec_pretty(&self.manifest).map_err(io::Error::other)?;
+        let staged = StagedFile::create(&self.folder.join(MANIFEST), Some(|_| Ok(true)))?;
+        staged.file().write_all(&text)?;
+        Ok(staged.commit()?)
+    }
+
     /// The step of that name, or the first.
     ///
     /// # Errors
@@ -78,7 +94,7 @@ impl Compiled {
         found.ok_or_else(|| {
             let names: Vec<&str> = steps.iter().map(|step| step.name.as_str()).collect();
             CompileError::Option {
-                option: "--graph",
+                option: "--graphs",
                 problem: format!("{} has {}", self.folder.display(), names.join(", ")),
             }
         })

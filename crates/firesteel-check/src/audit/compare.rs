@@ -359,9 +359,6 @@ impl<'a> Plan<'a> {
                 inputs.join(", ")
             );
         }
-        if node.inputs.iter().any(|id| self.is_block_weight(*id)) {
-            return "its weight has a scale for each block: use one scale a row".into();
-        }
         "the HTP has no such operator in these types; use a spelling or types that it has, or keep \
          the values around it in float"
             .into()
@@ -371,13 +368,6 @@ impl<'a> Plan<'a> {
         let constant = |id: &ValueId| self.graph.constant(*id).is_some();
         constant(&id)
             || self.dequantized(id).is_some_and(|node| node.inputs.first().is_some_and(constant))
-    }
-
-    fn is_block_weight(&self, id: ValueId) -> bool {
-        self.is_weight(id)
-            && self.dequantized(id).is_some_and(|node| {
-                node.inputs.get(1).is_some_and(|scale| self.graph.value(*scale).shape.len() > 1)
-            })
     }
 }
 

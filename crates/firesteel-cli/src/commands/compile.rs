@@ -156,6 +156,7 @@ impl Compile {
         }
         let mut part = String::new();
         let compiled = compile(&artifacts, &options, &self.out, &mut |progress| match progress {
+            Progress::Waiting => printer.talk("waiting for another process that compiles"),
             Progress::Part { name, number, count, finished } => {
                 part = format!("compiling {name} ({number} of {count}) for {}", soc.name);
                 bar.set_message(part.clone());
@@ -205,6 +206,9 @@ pub(crate) fn print_compiled(compiled: &Compiled, printer: &mut Printer) -> anyh
     for step in &manifest.steps {
         for part in &step.parts {
             print_part(part, printer)?;
+        }
+        if let Some(measured) = &step.measured {
+            printer.line(format!("{}: measured on the emulator, {measured}", step.name))?;
         }
     }
     if let Some(shared) = &manifest.shared {

@@ -4,6 +4,7 @@
 
 mod artifact;
 mod commands;
+mod compile;
 mod generate;
 mod gguf;
 mod golden;
