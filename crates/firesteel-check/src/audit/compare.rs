@@ -99,6 +99,8 @@ pub struct Audit {
     pub qnn_ops: BTreeMap<String, usize>,
     /// Weight matrices by format, such as `int8 per channel`.
     pub weights: BTreeMap<String, WeightCount>,
+    /// Transposes of the graph that ONNX Runtime moved past other nodes, which changes no value.
+    pub moved: Vec<String>,
     /// What the compiler planned for the device; `None` without its schematic.
     pub schematic: Option<Schematic>,
     /// What breaks a rule, sorted.
@@ -118,7 +120,8 @@ pub enum Placement {
 ///
 /// Every node must be one operator of its own kind under its own name; between quantized values it
 /// must be quantized; only the conversions that the graph spells (at its border, and a
-/// `DequantizeLinear` into a `QuantizeLinear`) may appear; a constant matrix keeps its bits.
+/// `DequantizeLinear` into a `QuantizeLinear`) may appear; a constant matrix keeps its bits. Where
+/// ONNX Runtime moved a transpose past other nodes, transposes elsewhere stand for it.
 pub fn audit(
     meant: &Graph,
     dump: &Dump,
@@ -172,7 +175,16 @@ pub fn audit(
         }
         findings.extend(weight(&plan, node, name, op, dump));
     }
+    let missing = |node: &&Node| !listed.contains(node.name.as_str());
+    let transposes = meant.nodes().iter().filter(|n| matches!(n.op, Op::Transpose { .. }));
+    let moved: Vec<String> = match placement {
+        Placement::Htp => transposes.filter(missing).map(|node| node.name.clone()).collect(),
+        Placement::Mixed => Vec::new(),
+    };
     for (name, op) in unplanned {
+        if op.kind == "Transpose" && !moved.is_empty() {
+            continue;
+        }
         // What stands beside a node that became float follows from that.
         if op.inputs.iter().chain(&op.outputs).any(|tensor| floats.contains(tensor.as_str())) {
             continue;
@@ -180,7 +192,7 @@ pub fn audit(
         findings.insert(inserted(&plan, name, op, dump));
     }
     for node in meant.nodes() {
-        if is_conversion(&node.op) || listed.contains(node.name.as_str()) {
+        if is_conversion(&node.op) || !missing(&node) || moved.contains(&node.name) {
             continue;
         }
         findings.insert(absent(&plan, node, placement));
@@ -188,6 +200,7 @@ pub fn audit(
     Audit {
         qnn_ops: dump.op_counts(),
         weights: weights(dump),
+        moved,
         schematic,
         findings: findings.into_iter().collect(),
     }
@@ -464,4 +477,93 @@ fn weights(dump: &Dump) -> BTreeMap<String, WeightCount> {
         }
     }
     counts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firesteel_graph::Constant;
+    use firesteel_tensor::Tensor;
+
+    /// x · wᵀ with a norm before it.
+    fn graph() -> Graph {
+        let mut graph = Graph::new("g");
+        let x = graph.input("x", DType::F16, vec![1, 4]).unwrap();
+        let constant = |shape: Vec<usize>| {
+            let count = shape.iter().product();
+            Constant::Tensor(Tensor::from_f32_as(DType::F16, shape, vec![1.0; count]).unwrap())
+        };
+        let scale = graph.add_constant("s", DType::F16, vec![4], constant(vec![4])).unwrap();
+        let w = graph.add_constant("w", DType::F16, vec![2, 4], constant(vec![2, 4])).unwrap();
+        let op = Op::RmsNormalization { axis: 1, epsilon: 1e-6 };
+        let normed = graph.add(op, &[x, scale], "n").unwrap();
+        let y = graph.add(Op::Gemm, &[normed, w], "y").unwrap();
+        graph.output(y).unwrap();
+        graph
+    }
+
+    fn tensor(data_type: u32, role: u32, encoding: u32) -> serde_json::Value {
+        serde_json::json!({
+            "data_type": data_type, "dims": [2, 4], "type": role,
+            "quant_params": { "encoding": encoding },
+        })
+    }
+
+    /// The list for [`graph`], changed.
+    fn listed(change: impl Fn(&mut serde_json::Value)) -> Audit {
+        let (f16, unset) = (0x216, 0x7fff_ffff);
+        let mut json = serde_json::json!({ "graph": {
+            "nodes": {
+                "n/RMSNormalization": {
+                    "type": "RmsNorm", "input_names": ["x", "s"], "output_names": ["n"],
+                },
+                "y/Gemm": {
+                    "type": "FullyConnected", "input_names": ["n", "w"], "output_names": ["y"],
+                },
+            },
+            "tensors": {
+                "x": tensor(f16, 0, unset), "n": tensor(f16, 3, unset),
+                "w": tensor(f16, 4, unset), "y": tensor(f16, 1, unset),
+            },
+        }});
+        change(&mut json["graph"]);
+        let dump = Dump::parse(json.to_string().as_bytes()).unwrap();
+        audit(&graph(), &dump, None, Placement::Htp)
+    }
+
+    #[test]
+    fn every_departure_is_found() {
+        let good = listed(|_| {});
+        assert_eq!((good.findings.len(), good.moved.len()), (0, 0));
+        assert_eq!(good.weights["f16"], WeightCount { tensors: 1, elements: 8 });
+
+        let found = |change: &dyn Fn(&mut serde_json::Value)| {
+            let findings = listed(change).findings;
+            findings.into_iter().map(|f| (f.rule, f.node)).collect::<Vec<_>>()
+        };
+        let op = |kind: &str, from: &str, to: &str| serde_json::json!({ "type": kind, "input_names": [from], "output_names": [to] });
+        let cases: [(&str, Rule, &str, &dyn Fn(&mut serde_json::Value)); 5] = [
+            ("another operator", Rule::Operator, "y/Gemm", &|graph| {
+                graph["nodes"]["y/Gemm"]["type"] = "Conv2d".into();
+            }),
+            ("bits of the weight", Rule::Weight, "y/Gemm", &|graph| {
+                graph["tensors"]["w"] = tensor(0x308, 4, 1);
+            }),
+            ("a cast", Rule::Convert, "y/Gemm", &|graph| {
+                graph["nodes"]["c"] = op("Cast", "n", "c");
+                graph["tensors"]["c"] = tensor(0x232, 3, 0);
+                graph["nodes"]["y/Gemm"]["input_names"] = serde_json::json!(["c", "w"]);
+            }),
+            ("a transpose", Rule::Inserted, "t", &|graph| {
+                graph["nodes"]["t"] = op("Transpose", "n", "t");
+                graph["tensors"]["t"] = tensor(0x216, 3, 0);
+            }),
+            ("a missing norm", Rule::Missing, "n/RMSNormalization", &|graph| {
+                graph["nodes"].as_object_mut().unwrap().remove("n/RMSNormalization");
+            }),
+        ];
+        for (name, rule, node, change) in cases {
+            assert_eq!(found(change), [(rule, node.to_owned())], "{name}");
+        }
+    }
 }

@@ -151,3 +151,67 @@ fn bandwidth(line: &str) -> Option<(u64, Traffic)> {
     }
     Some((id?, traffic))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "\
+graph_before_optimization = { # :::BEGIN:graph_before_optimization:::
+\t0x0000000000000010: {
+\t\t'operation':'q::QNN_Reshape',
+}
+graph_after_optimization = { # :::BEGIN:graph_after_optimization:::
+\t0x0000501400000010: {
+\t\t'operation':'q::*InputSlicePad',
+\t},
+\t0x0000501500000010: {
+\t\t'operation':'$Const',
+\t},
+\t0x0000501600000099: {
+\t\t'operation':'q::Output',
+\t},
+# :::END:graph_after_optimization:::
+bandwidth_information = [
+{\"opid\" : 0x0000501400000010 , \"dram_read\": 8192 , \"dram_write\": 1 , \"vtcm_read\": 2 , \"vtcm_write\": 3, \"is_dma\": 1},
+{\"opid\" : 0x0000501600000099 , \"dram_read\": 0 , \"dram_write\": 64 , \"vtcm_read\": 64 , \"vtcm_write\": 0, \"is_dma\": 0},
+]
+qnn_name_translations = {
+0x0000000000000010: 'x_rows/Reshape',
+}
+";
+
+    #[test]
+    fn traffic_goes_to_the_node_that_it_comes_from() {
+        let schematic = Schematic::parse(TEXT).unwrap();
+        let node = |htp_ops, dram_read, dram_write, vtcm_read, vtcm_write| Traffic {
+            htp_ops,
+            dram_read,
+            dram_write,
+            vtcm_read,
+            vtcm_write,
+        };
+        assert_eq!(schematic.total, node(2, 8192, 65, 66, 3));
+        let nodes: Vec<(&str, Traffic)> =
+            schematic.nodes.iter().map(|n| (n.node.as_str(), n.traffic)).collect();
+        assert_eq!(
+            nodes,
+            [("(border)", node(1, 0, 64, 64, 0)), ("x_rows/Reshape", node(1, 8192, 1, 2, 3))]
+        );
+    }
+
+    #[test]
+    fn other_texts_are_refused_by_line() {
+        for (text, part) in [
+            (String::new(), "no section graph_after_optimization"),
+            (TEXT.replace("bandwidth_information", "b"), "no section bandwidth_information"),
+            (TEXT.replace("0x0000501400000010: {", "0xzz: {"), "line 6: no number"),
+            (TEXT.replace(": 8192", ": -1"), "line 17: unknown fields"),
+            (TEXT.replace("{\"opid\" : 0x0000501400000010 ,", "{"), "line 17: unknown fields"),
+            (TEXT.replace("'x_rows/Reshape'", "x"), "no name"),
+        ] {
+            let error = Schematic::parse(&text).unwrap_err().to_string();
+            assert!(error.contains(part), "{part}: {error}");
+        }
+    }
+}

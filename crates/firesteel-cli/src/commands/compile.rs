@@ -239,7 +239,7 @@ fn print_part(part: &PartEntry, printer: &mut Printer) -> anyhow::Result<()> {
         mebibytes(part.binary_bytes),
         part.binary
     ))?;
-    let Audit { qnn_ops, weights, schematic, findings } = &part.audit;
+    let Audit { qnn_ops, weights, moved, schematic, findings } = &part.audit;
     let counts: Vec<String> = qnn_ops.iter().map(|(kind, n)| format!("{n} {kind}")).collect();
     printer.line(format!("  {} ops: {}", qnn_ops.values().sum::<usize>(), counts.join(", ")))?;
     let counts: Vec<String> = weights
@@ -247,6 +247,9 @@ fn print_part(part: &PartEntry, printer: &mut Printer) -> anyhow::Result<()> {
         .map(|(format, count)| format!("{} {format} of {} elements", count.tensors, count.elements))
         .collect();
     printer.line(format!("  weights: {}", counts.join(", ")))?;
+    if !moved.is_empty() {
+        printer.line(format!("  transposes moved by ONNX Runtime: {}", moved.len()))?;
+    }
     if let Some(schematic) = schematic {
         let total = &schematic.total;
         printer.line(format!(

@@ -35,26 +35,21 @@ const DIAGNOSES: [Diagnosis; 14] = [
     },
     Diagnosis {
         code: "30010",
-        marks: &["error code: 30010", "Error code: 30010", "0x753a", "0x753A"],
-        causes: "the HTP refuses the graph while it is prepared: its operators fit one by one, but \
-                 not together, or its memory does not suffice",
-        next: "compile fewer layers at once (--split), and read the log's line before this code",
+        marks: &["error code: 30010", "Error code: 30010", "Error code 30010", "0x753a"],
+        causes: "the file cannot be read as a context binary at all: it is another file, cut off, or of a newer SDK",
+        next: "run `firesteel inspect --verify` on the folder; if its files are whole, compile again with the SDK that reads it",
     },
     Diagnosis {
         code: "14001",
-        marks: &["error code: 14001", "Error code: 14001", "0x36b1", "QNN_DEVICE_ERROR"],
-        causes: "the device cannot be opened: no driver, no permission, or a library of another \
-                 version than the device's",
-        next: "on a phone: use the libraries of the same SDK that the manifest names; on a PC: run \
-               `firesteel setup qnn --force`",
+        marks: &["error code: 14001", "Error code: 14001", "0x36b1", "Error: 14001"],
+        causes: "the device cannot be opened with its configuration: an unknown chip, or on a phone a Skel library that is not the SDK's or not on ADSP_LIBRARY_PATH",
+        next: "on a phone: put libQnnHtp, Stub and Skel of the SDK that the manifest names side by side; on a PC: check --soc",
     },
     Diagnosis {
         code: "6031",
-        marks: &["error code: 6031", "Error code: 6031", "0x178f"],
-        causes: "an operator's parameter or tensor is not one that the back end takes: a type, a \
-                 rank or an encoding",
-        next: "find the operator in the log's line before it and compare its types with the \
-               operator tables of the SDK",
+        marks: &["error code: 6031", "Error code: 6031", "0x178f", "QNN_GRAPH_ERROR_ABORTED"],
+        causes: "the run was ended from outside: a signal, a timeout, or a restart of the device's subsystem",
+        next: "open the session again; if it comes back, look for the device's crash in its log",
     },
     Diagnosis {
         code: "6001",
@@ -64,8 +59,8 @@ const DIAGNOSES: [Diagnosis; 14] = [
             "0x1771",
             "QNN_GRAPH_ERROR_INVALID_HANDLE",
         ],
-        causes: "a graph handle is not valid: the context was freed, or its graph was not made",
-        next: "look for the first error in the log; this one follows from it",
+        causes: "a graph handle is not valid: its context was freed or lost with a restart of the device, or its graph was never made",
+        next: "look for the first error in the log, which this one follows; open the session again",
     },
     Diagnosis {
         code: "5005",
@@ -75,28 +70,37 @@ const DIAGNOSES: [Diagnosis; 14] = [
             "0x138d",
             "QNN_CONTEXT_ERROR_CREATE_FROM_BINARY",
         ],
-        causes: "the context binary cannot be read: damaged, cut off, or of a newer SDK or another \
-                 chip",
-        next: "run `firesteel inspect --verify` on the folder, then compile it again",
+        causes: "no context could be made from the binary: it is for another chip, of a newer SDK, damaged, or the device has no memory for it",
+        next: "compare chip and SDK with the manifest, run `firesteel inspect --verify`, and try fewer layers at once (--split)",
     },
     Diagnosis {
         code: "3110",
-        marks: &["error code: 3110", "Error code: 3110", "0xc26"],
-        causes: "an operator is not supported in these types by the HTP",
-        next: "see which operator the log names; the qnn dialect of `export` has the spellings that \
-               are",
+        marks: &[
+            "error code: 3110",
+            "Error code: 3110",
+            "0xc26",
+            "QNN_OP_PACKAGE_ERROR_VALIDATION_FAILURE",
+        ],
+        causes: "an operator was refused in these types, shapes or parameters",
+        next: "see which operator the log names; `export --dialect qnn` has the spellings that are taken",
     },
     Diagnosis {
         code: "1002",
-        marks: &["error code: 1002", "Error code: 1002", "err 1002", "0x3ea"],
-        causes: "memory could not be had, on the host or in the device's address space",
-        next: "free memory or raise --memory-limit; on a device, split the model (--split)",
+        marks: &[
+            "error code: 1002",
+            "Error code: 1002",
+            "err 1002",
+            "0x3ea",
+            "QNN_COMMON_ERROR_MEM_ALLOC",
+        ],
+        causes: "memory could not be had, or an operator of the device could not be made: while a graph is finalized both have this code",
+        next: "read the log's line before it; free memory or raise --memory-limit, or compile fewer layers at once (--split)",
     },
     Diagnosis {
         code: "1100",
         marks: &["error code: 1100", "Error code: 1100", "0x44c"],
-        causes: "a system call failed: a file, a mapping or the channel to the device",
-        next: "check free space and permissions of the working folder",
+        causes: "a general failure without a kind of its own",
+        next: "read the log's lines before it, which have the cause",
     },
     Diagnosis {
         code: "binary refused",
@@ -138,4 +142,31 @@ const DIAGNOSES: [Diagnosis; 14] = [
 pub fn diagnose(text: &str) -> Vec<&'static Diagnosis> {
     static TABLE: &[Diagnosis] = &DIAGNOSES;
     TABLE.iter().filter(|entry| entry.marks.iter().any(|mark| text.contains(mark))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_found_in_every_spelling_and_only_there() {
+        for (text, code) in [
+            ("QNN graph execute error. Error code: 6031", "6031"),
+            ("Failed to create context from binary with err 0x138d", "5005"),
+            ("Failed to finalize graph (id: 1) with err 1002", "1002"),
+            ("QNN_OP_PACKAGE_ERROR_VALIDATION_FAILURE", "3110"),
+            ("Failed to interpret QNN context binary. Error code 30010.", "30010"),
+            ("Failed to create device. Error: 14001", "14001"),
+            ("Error: QNN_DEVICE_ERROR_INVALID_CONFIG: Invalid config values", "INVALID_CONFIG"),
+            ("returned error code: 1100", "1100"),
+            ("QNN graph execute error. Error code: 6001", "6001"),
+            ("Failed to compose Qnn graph", "compose failed"),
+        ] {
+            let found = diagnose(text);
+            assert_eq!(found.first().map(|entry| entry.code), Some(code), "{text}");
+            assert!(found[0].to_string().starts_with(code), "{text}");
+        }
+        assert_eq!(diagnose("16001 bytes in 14001 pieces"), Vec::<&Diagnosis>::new());
+        assert_eq!(diagnose(""), Vec::<&Diagnosis>::new());
+    }
 }

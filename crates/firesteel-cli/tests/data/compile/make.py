@@ -18,7 +18,8 @@ def save(name, nodes, inputs, outputs, constants):
 
 def block_int4():
     rows, columns, block = 16, 64, 32
-    q = np.random.default_rng(0).integers(-8, 8, rows * columns).tolist()
+    q = np.random.default_rng(0).integers(0, 16, (rows * columns // 2, 2), np.uint8)
+    packed = (q[:, 0] | q[:, 1] << 4).tobytes()
     scales = [rows, columns // block]
     save(
         "block_int4",
@@ -31,9 +32,9 @@ def block_int4():
         [("x", T.FLOAT, [1, columns])],
         [("y", T.FLOAT, [1, rows])],
         [
-            h.make_tensor("w", T.INT4, [rows, columns], q),
+            h.make_tensor("w", T.INT4, [rows, columns], packed, raw=True),
             nh.from_array(np.full(scales, 0.01, np.float32), "s"),
-            h.make_tensor("z", T.INT4, scales, [0] * (scales[0] * scales[1])),
+            h.make_tensor("z", T.INT4, scales, bytes(scales[0] * scales[1] // 2), raw=True),
         ],
     )
 
