@@ -141,7 +141,16 @@ const DIAGNOSES: [Diagnosis; 14] = [
 /// `text`, the ones that say most first.
 pub fn diagnose(text: &str) -> Vec<&'static Diagnosis> {
     static TABLE: &[Diagnosis] = &DIAGNOSES;
-    TABLE.iter().filter(|entry| entry.marks.iter().any(|mark| text.contains(mark))).collect()
+    TABLE.iter().filter(|entry| entry.marks.iter().any(|mark| contains(text, mark))).collect()
+}
+
+/// Whether `mark` is in `text`; one that is a number only where the number ends.
+fn contains(text: &str, mark: &str) -> bool {
+    let number = mark.starts_with("0x") || mark.ends_with(|c: char| c.is_ascii_digit());
+    text.match_indices(mark).any(|(start, _)| {
+        let after = text.get(start + mark.len()..).and_then(|rest| rest.chars().next());
+        !number || after.is_none_or(|c| !c.is_ascii_alphanumeric())
+    })
 }
 
 #[cfg(test)]
@@ -166,7 +175,9 @@ mod tests {
             assert_eq!(found.first().map(|entry| entry.code), Some(code), "{text}");
             assert!(found[0].to_string().starts_with(code), "{text}");
         }
-        assert_eq!(diagnose("16001 bytes in 14001 pieces"), Vec::<&Diagnosis>::new());
+        for text in ["16001 bytes in 14001 pieces", "at 0xc26f00", "err 10020"] {
+            assert_eq!(diagnose(text), Vec::<&Diagnosis>::new(), "{text}");
+        }
         assert_eq!(diagnose(""), Vec::<&Diagnosis>::new());
     }
 }
