@@ -5,7 +5,7 @@ use crate::{
 use firesteel_checkpoint::MappedFile;
 use firesteel_graph::{Constant, Evaluator, Graph};
 use firesteel_onnx::read_model;
-use firesteel_step::{EncodedRunner, Embedding, Role, Runner, RunnerError, StepSpec};
+use firesteel_step::{Embedding, EncodedRunner, Role, Runner, RunnerError, StepSpec};
 use firesteel_tensor::{Tensor, TensorView, read_f32};
 use fs_err as fs;
 use sha2::{Digest, Sha256};
@@ -176,8 +176,7 @@ impl Artifact {
             problem: error.to_string(),
         };
         if !self.manifest.ports().is_empty() {
-            let tapped =
-                step.spec().outputs.iter().any(|t| matches!(t.role, Role::LayerHidden(_)));
+            let tapped = step.spec().outputs.iter().any(|t| matches!(t.role, Role::LayerHidden(_)));
             let spec = self.step_spec(tapped);
             let encoded = EncodedRunner::new(step, spec, self.manifest.ports());
             step = Box::new(encoded.map_err(invalid)?);

@@ -56,11 +56,7 @@ impl<'a> Calibrator<'a> {
     /// # Errors
     /// When a step cannot be made or run, an id has no embedding, or the sequence is longer than
     /// the context.
-    pub fn run(
-        &mut self,
-        ids: &[u32],
-        progress: &mut dyn FnMut(u64),
-    ) -> Result<(), QuantizeError> {
+    pub fn run(&mut self, ids: &[u32], progress: &mut dyn FnMut(u64)) -> Result<(), QuantizeError> {
         let mut state: Option<KvState> = None;
         for part in ids.chunks(self.chunk) {
             let stage = match self.stages.entry(part.len()) {
@@ -112,7 +108,8 @@ impl<'a> Calibrator<'a> {
                 return Err(QuantizeError::NonFinite { name: name.clone() });
             }
             let Some([min, max]) = observer.extremes() else { continue };
-            let mut peaks: Vec<(u64, f32)> = (0..).zip(observer.channels().iter().copied()).collect();
+            let mut peaks: Vec<(u64, f32)> =
+                (0..).zip(observer.channels().iter().copied()).collect();
             peaks.sort_by(|a, b| b.1.total_cmp(&a.1));
             let median = peaks.get(peaks.len() / 2).map_or(0.0, |(_, magnitude)| *magnitude);
             let peaks = peaks.into_iter().take(PEAKS);

@@ -1,10 +1,9 @@
 use crate::calibrate::moves;
-use crate::{Quantized, QuantizeError};
+use crate::{QuantizeError, Quantized};
 use firesteel_export::StepGraphs;
 use firesteel_graph::{Evaluator, Graph, ValueId};
 use firesteel_step::{
-    EncodedRunner, Embedding, KvState, Role, Runner, RunnerError, StepInputs, StepOutputs,
-    StepSpec,
+    Embedding, EncodedRunner, KvState, Role, Runner, RunnerError, StepInputs, StepOutputs, StepSpec,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -196,9 +196,8 @@ pub struct MatrixPlan {
 }
 
 /// How a matrix becomes integers. Called from several threads.
-pub type Rounding<'a> = &'a (
-             dyn Fn(&MatrixPlan, &[f32], WeightBits) -> Result<QuantizedMatrix, WeightError> + Sync
-         );
+pub type Rounding<'a> =
+    &'a (dyn Fn(&MatrixPlan, &[f32], WeightBits) -> Result<QuantizedMatrix, WeightError> + Sync);
 
 /// The graphs of a step, with their indices.
 pub(crate) fn graphs(step: &StepGraphs) -> impl Iterator<Item = (usize, &Graph)> {
@@ -218,11 +217,8 @@ pub fn plan(step: &StepGraphs, options: &SchemeOptions<'_>) -> Vec<MatrixPlan> {
         for node in graph.nodes().iter().filter(|node| node.op == Op::Gemm) {
             let weight = graph.value(node.inputs[1]);
             let &[rows, columns] = &weight.shape[..] else { continue };
-            let own = if is_gate(graph, node) {
-                WeightWidth::Sixteen
-            } else {
-                options.scheme.weights()
-            };
+            let own =
+                if is_gate(graph, node) { WeightWidth::Sixteen } else { options.scheme.weights() };
             matrices.push(MatrixPlan {
                 graph: index,
                 name: weight.name.clone(),

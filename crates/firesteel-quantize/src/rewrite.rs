@@ -9,9 +9,7 @@ use crate::calibrate::moves;
 use crate::names::range_key;
 use crate::plan::{graphs, is_gate};
 use crate::weights::WeightBits;
-use crate::{
-    Activations, KvFormat, MatrixPlan, QuantizeError, Ranges, Rounding, WeightWidth,
-};
+use crate::{Activations, KvFormat, MatrixPlan, QuantizeError, Ranges, Rounding, WeightWidth};
 use firesteel_artifact::QuantizedWeight;
 use firesteel_export::{Dialect, ExportError, HeadGraph, StepGraphs, WideTensors, lint};
 use firesteel_graph::{Constant, Graph, Node, Op, ValueId};
@@ -147,7 +145,11 @@ fn missing(matrix: &MatrixPlan) -> QuantizeError {
 enum Matrix {
     Float(Tensor),
     /// Integers, scales (one, or one a row), and the axis of the scales.
-    Integers { values: Tensor, scales: Tensor, axis: Option<usize> },
+    Integers {
+        values: Tensor,
+        scales: Tensor,
+        axis: Option<usize>,
+    },
 }
 
 impl Matrix {
@@ -285,7 +287,7 @@ impl Rewriter<'_> {
             let is_entry =
                 new.is_some_and(|t| matches!(t.role, Role::KeyNew(_) | Role::ValueNew(_)));
             let output = match state {
-                State::Integers(_, own) if is_entry => {
+                State::Integers(_, own) if is_entry && self.kv != KvFormat::F16 => {
                     let encoding = self.entries.get(id).copied().unwrap_or(own);
                     ports.push(PortEncoding { name: name.clone(), encoding });
                     self.integers(*id, encoding)?
@@ -319,18 +321,13 @@ impl Rewriter<'_> {
                 let input = self.graph.input(&value.name, encoding.dtype, value.shape.clone())?;
                 self.states.insert(*id, State::Integers(input, encoding));
                 self.entries.insert(entry, encoding);
-                // Where the layer returns its window, that is what leaves the graph.
                 ports.push(PortEncoding { name: value.name.clone(), encoding });
                 continue;
             }
             let input = self.graph.input(&value.name, DType::F32, value.shape.clone())?;
             let encoding = match role {
-                Some(Role::Cos(_) | Role::Sin(_)) => {
-                    asymmetric(self.activations, [-1.0, 1.0])
-                }
-                Some(Role::Mask(_)) => {
-                    asymmetric(self.activations, [self.mask_floor(*id)?, 0.0])
-                }
+                Some(Role::Cos(_) | Role::Sin(_)) => asymmetric(self.activations, [-1.0, 1.0]),
+                Some(Role::Mask(_)) => asymmetric(self.activations, [self.mask_floor(*id)?, 0.0]),
                 _ => asymmetric(DType::U16, self.range(&value.name, DType::U16)?),
             };
             let q = self.quantize(input, encoding, &format!("{}.q", value.name))?;
@@ -367,8 +364,7 @@ impl Rewriter<'_> {
         let RangeSource::Calibrated(ranges) = self.ranges else { return Ok(MADE_UP) };
         let key = range_key(name, self.spec);
         let range = ranges.tensors.get(&key);
-        let range =
-            range.ok_or_else(|| QuantizeError::NoRange { key, value: name.to_owned() })?;
+        let range = range.ok_or_else(|| QuantizeError::NoRange { key, value: name.to_owned() })?;
         Ok(if dtype.bits() > 8 { range.range16.map(|side| side * HEADROOM) } else { range.range8 })
     }
 
@@ -498,19 +494,18 @@ impl Rewriter<'_> {
     fn moved(&mut self, node: &Node) -> Built<()> {
         let x = self.read(node.inputs[0], None)?;
         let state = self.state(node.inputs[0])?;
-        self.finish(node, &[x], match state {
-            State::Integers(_, encoding) => Some(encoding),
-            State::Floats(_) => None,
-        })
+        self.finish(
+            node,
+            &[x],
+            match state {
+                State::Integers(_, encoding) => Some(encoding),
+                State::Floats(_) => None,
+            },
+        )
     }
 
     /// Adds `node` over `inputs` and quantizes its results.
-    fn finish(
-        &mut self,
-        node: &Node,
-        inputs: &[ValueId],
-        encoding: Option<Encoding>,
-    ) -> Built<()> {
+    fn finish(&mut self, node: &Node, inputs: &[ValueId], encoding: Option<Encoding>) -> Built<()> {
         let names: Vec<&String> =
             node.outputs.iter().map(|id| &self.source.value(*id).name).collect();
         let real = |name: &String| match encoding {
@@ -547,11 +542,18 @@ impl Rewriter<'_> {
                 let a_encoding = self.in_type(a, self.activations)?;
                 // Keys and values stay as they are cached.
                 let inputs = [self.read(a, a_encoding)?, self.read(b, None)?];
-                let encoding = asymmetric(self.activations, self.range(&output.name, self.activations)?);
+                let encoding =
+                    asymmetric(self.activations, self.range(&output.name, self.activations)?);
                 self.finish(node, &inputs, Some(encoding))
             }
-            Op::RmsNormalization { .. } | Op::Softmax { .. } | Op::Sigmoid | Op::Neg
-            | Op::Add | Op::Sub | Op::Mul | Op::Gelu(_) => self.elementwise(node),
+            Op::RmsNormalization { .. }
+            | Op::Softmax { .. }
+            | Op::Sigmoid
+            | Op::Neg
+            | Op::Add
+            | Op::Sub
+            | Op::Mul
+            | Op::Gelu(_) => self.elementwise(node),
             other => Err(QuantizeError::Graph {
                 node: node.name.clone(),
                 problem: format!(

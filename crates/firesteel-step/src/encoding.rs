@@ -131,10 +131,10 @@ impl EncodedRunner {
                 expected: "the integers of the manifest".into(),
             });
         }
-        let encoding = |name: &str| {
-            ports.iter().find(|port| port.name == name).map(|port| port.encoding)
-        };
-        let of = |tensors: &[crate::TensorSpec]| tensors.iter().map(|t| encoding(&t.name)).collect();
+        let encoding =
+            |name: &str| ports.iter().find(|port| port.name == name).map(|port| port.encoding);
+        let of =
+            |tensors: &[crate::TensorSpec]| tensors.iter().map(|t| encoding(&t.name)).collect();
         let (inputs, outputs) = (of(&spec.inputs), of(&spec.outputs));
         Ok(Self { inner, spec, inputs, outputs })
     }
@@ -164,12 +164,11 @@ impl Runner for EncodedRunner {
         let views = views.map(|(view, encoded)| encoded.as_ref().map_or(*view, Tensor::view));
         let raw = StepInputs::new(self.inner.spec(), views.collect())?;
         let outputs = self.inner.step(&raw)?;
-        let decoded = outputs.tensors().iter().zip(&self.outputs).map(|(tensor, encoding)| {
-            match encoding {
+        let decoded =
+            outputs.tensors().iter().zip(&self.outputs).map(|(tensor, encoding)| match encoding {
                 Some(encoding) => encoding.dequantize(tensor.view()),
                 None => Ok(tensor.clone()),
-            }
-        });
+            });
         let decoded = decoded.collect::<Result<_, StepError>>()?;
         Ok(StepOutputs::new(&self.spec, decoded)?)
     }

@@ -352,11 +352,7 @@ fn print(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
         let mut rows = vec![header.map(str::to_owned).to_vec()];
         for entry in report.overflow.iter().take(LISTED) {
             let (magnitude, square) = (entry.magnitude, entry.row_square);
-            rows.push(vec![
-                entry.name.clone(),
-                format!("{magnitude:.1}"),
-                format!("{square:.3e}"),
-            ]);
+            rows.push(vec![entry.name.clone(), format!("{magnitude:.1}"), format!("{square:.3e}")]);
         }
         table(&rows).iter().try_for_each(|line| printer.line(line))?;
     }

@@ -108,7 +108,8 @@ impl Kv {
 }
 
 fn kept(text: &str) -> Result<(Pattern, WeightWidth), String> {
-    let accepted = "a name with * and ?, =, and fp16, w16, w8 or w4 are accepted, such as *lm_head*=w8";
+    let accepted =
+        "a name with * and ?, =, and fp16, w16, w8 or w4 are accepted, such as *lm_head*=w8";
     let (glob, width) = text.rsplit_once('=').ok_or(accepted)?;
     let pattern = Pattern::new(glob).map_err(|error| format!("{error}; {accepted}"))?;
     let width = match width {
@@ -181,8 +182,7 @@ impl GraphRequest<'_> {
             let mut fitting = args.keep.iter().rev().filter(|(glob, _)| glob.matches(name));
             fitting.next().map(|(_, width)| *width)
         };
-        let options =
-            SchemeOptions { scheme, kv: args.kv.map(Kv::format), width: &width };
+        let options = SchemeOptions { scheme, kv: args.kv.map(Kv::format), width: &width };
         let kv = options.kv()?;
         let plan = plan(&step, &options);
         check_patterns(&args.keep, &plan)?;
@@ -216,7 +216,8 @@ impl GraphRequest<'_> {
             Some(file) => Some(sha256(&fs_err::read(file)?)),
             None => None,
         };
-        let artifact = self.write(source, (&config, &export), &quantized, &report, ranges_sha256)?;
+        let artifact =
+            self.write(source, (&config, &export), &quantized, &report, ranges_sha256)?;
         if !report.calibrated {
             printer.warn("uncalibrated: the numbers are wrong, only times mean something");
         }
@@ -400,9 +401,11 @@ fn print(report: &Report, artifact: &Artifact, printer: &mut Printer) -> anyhow:
         [("layer", report.layers.iter().collect::<Vec<_>>()), ("worst values", worst.collect())]
     {
         let mut rows = vec![vec![title.to_owned(), "SNR".to_owned()]];
-        rows.extend(values.into_iter().map(|value| {
-            vec![value.name.clone(), crate::commands::check::decibels(&value.snr)]
-        }));
+        rows.extend(
+            values.into_iter().map(|value| {
+                vec![value.name.clone(), crate::commands::check::decibels(&value.snr)]
+            }),
+        );
         table(&rows).iter().try_for_each(|line| printer.line(line))?;
     }
     Ok(())
