@@ -83,6 +83,23 @@ impl Observer for Calibration {
     }
 }
 
+/// A calibration, and somebody else who looks at what the matrices are multiplied with.
+struct Watched<'a> {
+    calibration: Calibration,
+    inputs: &'a mut dyn FnMut(&Weight, &[f64]),
+}
+
+impl Observer for Watched<'_> {
+    fn product(&mut self, weight: &Weight, input: &[f64], output: &[f64]) {
+        self.calibration.product(weight, input, output);
+        (self.inputs)(weight, input);
+    }
+
+    fn residual(&mut self, added_by: &Weight, hidden: &[f64], width: usize) {
+        self.calibration.residual(added_by, hidden, width);
+    }
+}
+
 impl Calibration {
     /// Runs `ids` on the reference engine, cut into sequences of `sequence` tokens, each from an
     /// empty cache. `progress` is told the tokens done. The result is the same on any number of
@@ -96,12 +113,27 @@ impl Calibration {
         sequence: usize,
         progress: &mut dyn FnMut(usize),
     ) -> Result<Self, EngineError> {
+        Self::run_watched(checkpoint, ids, sequence, &mut |_, _| {}, progress)
+    }
+
+    /// As [`Calibration::run`], and shows `inputs` every matrix `[N, K]` together with what it is
+    /// multiplied with, `[T, K]`, in the order of the text.
+    ///
+    /// # Errors
+    /// As [`Calibration::run`].
+    pub fn run_watched(
+        checkpoint: &Arc<Checkpoint>,
+        ids: &[u32],
+        sequence: usize,
+        inputs: &mut dyn FnMut(&Weight, &[f64]),
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Self, EngineError> {
         let config = checkpoint.config();
         let longest = config.max_position_embeddings.max(1);
         let sequence = sequence.clamp(1, longest);
         let embedding = CheckpointEmbedding::new(Arc::clone(checkpoint));
-        let mut calibration =
-            Self { tokens: 0, matrices: HashMap::new(), residuals: HashMap::new() };
+        let calibration = Self { tokens: 0, matrices: HashMap::new(), residuals: HashMap::new() };
+        let mut watched = Watched { calibration, inputs };
         for sequence in ids.chunks(sequence) {
             let options = StepOptions {
                 tokens: CHUNK.min(sequence.len()),
@@ -123,12 +155,13 @@ impl Calibration {
                     .map_err(|error| EngineError::Calibration { reason: error.to_string() })?;
                 let step = state.prepare(&spec, &x)?;
                 let inputs = state.inputs(&spec, &step)?;
-                let outputs = runner.observed_step(&inputs, &mut calibration)?;
+                let outputs = runner.observed_step(&inputs, &mut watched)?;
                 state.commit(&spec, step, &outputs)?;
-                calibration.tokens += part.len();
-                progress(calibration.tokens);
+                watched.calibration.tokens += part.len();
+                progress(watched.calibration.tokens);
             }
         }
+        let calibration = watched.calibration;
         if calibration.tokens == 0 {
             let reason = "the text has no tokens".into();
             return Err(EngineError::Calibration { reason });
