@@ -92,7 +92,7 @@ mod tests {
         vec![
             choice("a", 10, [1e-2, 1e-5]),
             choice("b", 10, [4e-2, 1e-5]),
-            choice("c", 20, [5e-2, 1e-5]),
+            choice("c", 20, [4.5e-2, 1e-5]),
         ]
     }
 

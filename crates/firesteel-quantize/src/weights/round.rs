@@ -343,15 +343,22 @@ mod tests {
                     let matrix = round_for_output(&values, rows, columns, bits, error).unwrap();
                     let most = matrix.codes.iter().map(|code| code.unsigned_abs()).max();
                     assert!(most <= Some(bits.largest().unsigned_abs()));
-                    lost(&gram, &values, &matrix)
+                    matrix
                 };
                 let importance: Vec<f32> = gram.diagonal().iter().map(|v| *v as f32).collect();
-                let plain =
-                    lost(&gram, &values, &round_nearest(&values, rows, columns, bits).unwrap());
+                let apart = |matrix: &QuantizedMatrix| -> f64 {
+                    let errors = values.iter().zip(matrix.values()).map(|(a, b)| a - b);
+                    let weighted = errors.zip(importance.iter().cycle());
+                    weighted.map(|(error, d)| f64::from(d * error * error)).sum()
+                };
+                let plain = round_nearest(&values, rows, columns, bits).unwrap();
                 let searched = round(&OutputError::of_importance(&importance).unwrap());
                 let full = round(&OutputError::of_gram(&gram).unwrap());
-                let case = format!("{rows} × {columns} {bits:?}: {plain} {searched} {full}");
-                assert!(searched <= plain * 1.05 && full < 0.5 * searched, "{case}");
+                let [of_plain, of_searched] = [&plain, &searched].map(apart);
+                let [together, least] = [&searched, &full].map(|m| lost(&gram, &values, m));
+                let case = format!("{rows} × {columns} {bits:?}");
+                assert!(of_searched <= of_plain, "{case}: {of_searched} {of_plain}");
+                assert!(least < 0.5 * together, "{case}: {least} {together}");
             }
         }
     }
