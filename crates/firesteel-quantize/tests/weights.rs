@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 
 const SEQUENCE: usize = 512;
-const CALIBRATION_TOKENS: usize = 4096;
+const CALIBRATION_TOKENS: usize = 8192;
 const HELD_OUT_TOKENS: usize = 4096;
 
 fn path(name: &str) -> PathBuf {
@@ -60,7 +60,7 @@ fn show(name: &str, bits: f64, report: &TextReport) -> String {
 
 fn quantized(widths: Widths) -> QuantizedModel {
     let ids = tokens("calibration.txt", CALIBRATION_TOKENS);
-    let options = ModelOptions { sequence: SEQUENCE, widths };
+    let options = ModelOptions { sequence: SEQUENCE, widths, measured_tokens: 512, follow: true };
     quantize_model(&MODEL, &ids, &options, &mut |_| {}).unwrap()
 }
 

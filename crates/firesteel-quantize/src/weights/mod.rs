@@ -7,6 +7,7 @@
 //! of it.
 
 mod equalize;
+mod follow;
 mod gram;
 mod model;
 mod output_error;
@@ -22,6 +23,7 @@ pub use round::round_for_output;
 
 use firesteel_checkpoint::CheckpointError;
 use firesteel_engine::EngineError;
+use firesteel_step::RunnerError;
 use thiserror::Error;
 
 /// Why a matrix cannot be quantized.
@@ -114,6 +116,9 @@ pub enum WeightError {
     /// The calibration text cannot be run.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The model cannot be run to measure the noise.
+    #[error(transparent)]
+    Runner(#[from] RunnerError),
 }
 
 /// Width of a quantized weight.

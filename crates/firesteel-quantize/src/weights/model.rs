@@ -1,9 +1,11 @@
+use super::follow::follow;
 use super::{
     Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, WeightBits, WeightError, equalized,
     plan, round_for_output, round_nearest,
 };
 use firesteel_checkpoint::{Checkpoint, Weight};
-use firesteel_engine::Calibration;
+use firesteel_engine::{Calibration, CpuModel, CpuOptions, KvFormat, PackedCache, SequenceOptions};
+use firesteel_step::{Decoder, Wanted};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -14,6 +16,13 @@ pub struct ModelOptions {
     pub sequence: usize,
     /// Which matrices get 8 bits.
     pub widths: Widths,
+    /// Tokens of the text by which the noise of each matrix is measured for mixed widths: the model
+    /// reads them once for each matrix, and is in memory as f32. With 0 the noise is estimated from
+    /// the error of the matrix's output, which is quick, but does not know how an error spreads.
+    pub measured_tokens: usize,
+    /// Whether each matrix is rounded for what the matrices before it have become, and makes up for
+    /// a part of their errors. The text is read six times as often.
+    pub follow: bool,
 }
 
 /// Which matrices get 8 bits.
@@ -115,7 +124,17 @@ pub fn quantize_model(
         Widths::Same(WeightBits::Eight) => Budget::Bits(f64::INFINITY),
         Widths::Mixed(budget) => budget,
     };
+    if let Widths::Mixed(_) = options.widths
+        && options.measured_tokens > 0
+    {
+        let ids = ids.get(..options.measured_tokens).unwrap_or(ids);
+        measure_noise(&model, &matrices, ids, options.sequence, &mut choices)?;
+    }
     let plan = plan(&choices, budget)?;
+    if options.follow {
+        let matrices = follow(&model, ids, options, &plan.widths, progress)?;
+        return Ok(QuantizedModel { model, matrices, plan });
+    }
     for group in &groups {
         let raised = |weight: &&&Weight| {
             let width = |bits: &WeightBits| *bits != first;
@@ -136,8 +155,64 @@ pub fn quantize_model(
     Ok(QuantizedModel { model, matrices, plan })
 }
 
+/// Replaces the estimated noise of each choice by what its matrix of 4 bits alone does to the
+/// model's logits over `ids`. That of 8 bits changes in the same proportion.
+fn measure_noise(
+    model: &Checkpoint,
+    matrices: &BTreeMap<String, QuantizedMatrix>,
+    ids: &[u32],
+    sequence: usize,
+    choices: &mut [Choice],
+) -> Result<(), WeightError> {
+    let mut floats = Vec::new();
+    for weight in groups(model).into_iter().flatten() {
+        let (_, _, values) = read(weight)?;
+        floats.push(Weight::from_f32(weight.name(), weight.shape().to_vec(), values)?);
+    }
+    let floats = model.with_weights(floats)?;
+    let reference = logits(&floats, ids, sequence)?;
+    let square =
+        |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>();
+    let signal = square(&mut reference.iter().copied().map(f64::from));
+    for choice in choices {
+        let Some(matrix) = matrices.get(&choice.name) else { continue };
+        let shape = vec![matrix.rows, matrix.columns];
+        let changed = Weight::from_f32(&choice.name, shape, matrix.values())?;
+        let test = logits(&floats.with_weights(vec![changed])?, ids, sequence)?;
+        let pairs = reference.iter().zip(&test);
+        let lost = square(&mut pairs.map(|(a, b)| f64::from(*a) - f64::from(*b)));
+        let measured = lost / signal;
+        let [four, eight] = choice.noise;
+        if measured.is_finite() {
+            let ratio = if four > 0.0 { (eight / four).min(1.0) } else { 1.0 };
+            choice.noise = [measured, measured * ratio];
+        }
+    }
+    Ok(())
+}
+
+/// The logits of every token of `ids`, on the kernels in f32.
+fn logits(model: &Checkpoint, ids: &[u32], sequence: usize) -> Result<Vec<f32>, WeightError> {
+    let options = CpuOptions { packed: PackedCache::Disabled, ..CpuOptions::default() };
+    let model = CpuModel::with_options(Arc::new(model.with_weights(Vec::new())?), &options)?;
+    let context = sequence.min(ids.len()).max(1);
+    let mut decoder = model.sequence(SequenceOptions { context, kv: KvFormat::F32 })?;
+    let (mut all, mut part) = (Vec::new(), Vec::new());
+    for mut sequence in ids.chunks(context) {
+        decoder.clear();
+        while !sequence.is_empty() {
+            let (now, later) = sequence.split_at(decoder.chunk(sequence.len()).min(sequence.len()));
+            decoder.forward(now, Wanted::All, &mut part)?;
+            decoder.commit(now.len())?;
+            all.extend_from_slice(&part);
+            sequence = later;
+        }
+    }
+    Ok(all)
+}
+
 /// Matrices that are multiplied with the same inputs.
-fn groups(model: &Checkpoint) -> Vec<Vec<&Weight>> {
+pub(super) fn groups(model: &Checkpoint) -> Vec<Vec<&Weight>> {
     let mut groups = Vec::new();
     for layer in model.layers() {
         groups.push(vec![&layer.qkv]);
@@ -189,7 +264,7 @@ fn measure<'a>(
 }
 
 /// Rows, columns and values of a matrix.
-fn read(weight: &Weight) -> Result<(usize, usize, Vec<f32>), WeightError> {
+pub(super) fn read(weight: &Weight) -> Result<(usize, usize, Vec<f32>), WeightError> {
     let mut values = vec![0.0; weight.element_count()];
     weight.read_f32(0, &mut values)?;
     let columns = weight.shape().last().copied().unwrap_or_default();

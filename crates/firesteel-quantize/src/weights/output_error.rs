@@ -16,6 +16,8 @@ const TILE: usize = 512;
 #[derive(Debug, Clone)]
 pub struct OutputError {
     pub(super) form: Form,
+    /// What the sums of the inputs' products were divided by.
+    pub(super) unit: f64,
 }
 
 #[derive(Debug, Clone)]
@@ -69,7 +71,7 @@ impl OutputError {
         if sums.iter().all(|sum| *sum == 0.0) {
             sums.fill(1.0);
         }
-        Self { form: Form::Diagonal(sums) }
+        Self { form: Form::Diagonal(sums), unit: 1.0 }
     }
 
     /// From what the matrix is multiplied with. Takes memory for five times the numbers of the
@@ -110,7 +112,40 @@ impl OutputError {
             let column = columns - 1 - j;
             factor.extend((0..=j).map(|i| lower[(columns - 1 - i) * columns + column]));
         }
-        Ok(Self { form: Form::Full(Full { order, matrix, factor }) })
+        Ok(Self { form: Form::Full(Full { order, matrix, factor }), unit: mean })
+    }
+
+    /// Replaces `row` by row G⁻¹, where G is the Gram matrix, damped.
+    pub(super) fn solve(&self, row: &mut [f64]) {
+        row.iter_mut().for_each(|value| *value /= self.unit);
+        match &self.form {
+            Form::Diagonal(sums) => {
+                for (value, sum) in row.iter_mut().zip(sums) {
+                    *value = if *sum > 0.0 { *value / sum } else { 0.0 };
+                }
+            }
+            Form::Full(full) => {
+                let mut ordered: Vec<f64> = full.order.iter().map(|&column| row[column]).collect();
+                // First z with z Rᵀ = row, from the last to the first, then y with y R = z.
+                for j in (0..ordered.len()).rev() {
+                    let factors = full.factor_row(j);
+                    let (before, rest) = ordered.split_at_mut(j);
+                    rest[0] /= factors[j];
+                    for (value, factor) in before.iter_mut().zip(factors) {
+                        *value -= rest[0] * factor;
+                    }
+                }
+                for j in 0..ordered.len() {
+                    let factors = full.factor_row(j);
+                    let (before, rest) = ordered.split_at_mut(j);
+                    let sum: f64 = before.iter().zip(factors).map(|(y, factor)| y * factor).sum();
+                    rest[0] = (rest[0] - sum) / factors[j];
+                }
+                for (&column, value) in full.order.iter().zip(ordered) {
+                    row[column] = value;
+                }
+            }
+        }
     }
 
     /// Columns of the matrices that it measures.
@@ -233,6 +268,15 @@ mod tests {
                     row.map(|(r, e)| r * e).sum::<f64>().powi(2)
                 })
                 .sum();
+            let mut solved: Vec<f64> = full.order.iter().map(|_| 0.0).collect();
+            for (i, &column) in full.order.iter().enumerate() {
+                let row = full.matrix_row(i).iter().zip(&change);
+                solved[column] = error.unit * row.map(|(m, e)| m * e).sum::<f64>();
+            }
+            error.solve(&mut solved);
+            for (&column, change) in full.order.iter().zip(&change) {
+                assert!((solved[column] - change).abs() < 1e-6, "{columns}");
+            }
             assert!((direct - factored).abs() < 1e-9 * direct, "{columns}: {direct} {factored}");
         }
     }
