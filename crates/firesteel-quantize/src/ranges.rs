@@ -22,12 +22,13 @@ const CHANNEL_LIMIT: usize = 64;
 /// What the values of a model's step were on a text.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Ranges {
-    format: String,
-    version: u32,
     /// Version of the program that wrote it.
     pub tool_version: String,
     /// Files with the checkpoint's weights.
     pub checkpoint: Vec<FileHash>,
+    /// Whether they are of the model whose columns are made equally large
+    /// ([`equalized`](crate::weights::equalized)): its norms have other values.
+    pub equalized: bool,
     /// The texts.
     pub texts: Vec<TextHash>,
     /// Tokens that were run.
@@ -81,33 +82,20 @@ pub struct ChannelPeak {
 }
 
 impl Ranges {
-    /// The file of these parts.
-    pub fn new(
-        checkpoint: Vec<FileHash>,
-        texts: Vec<TextHash>,
-        observer: Method,
-        (tokens, sequence): (u64, u64),
-        tensors: BTreeMap<String, TensorRange>,
-    ) -> Self {
-        Self {
-            format: FORMAT.into(),
-            version: RANGES_VERSION,
-            tool_version: env!("CARGO_PKG_VERSION").into(),
-            checkpoint,
-            texts,
-            tokens,
-            sequence,
-            observer,
-            tensors,
-        }
-    }
-
     /// The file's text.
     ///
     /// # Errors
     /// None that can happen: every key is a string and every number finite.
     pub fn to_json(&self) -> Result<Vec<u8>, QuantizeError> {
-        Ok(serde_json::to_vec_pretty(self).map_err(std::io::Error::other)?)
+        #[derive(Serialize)]
+        struct File<'a> {
+            format: &'a str,
+            version: u32,
+            #[serde(flatten)]
+            ranges: &'a Ranges,
+        }
+        let file = File { format: FORMAT, version: RANGES_VERSION, ranges: self };
+        Ok(serde_json::to_vec_pretty(&file).map_err(std::io::Error::other)?)
     }
 
     /// Reads and checks a file.
@@ -147,6 +135,7 @@ impl Ranges {
             serde_json::from_value(checkpoint).map_err(|error| format!("checkpoint: {error}"))?;
         let texts: Vec<TextHash> = serde_json::from_value(keys.value("texts")?)
             .map_err(|error| format!("texts: {error}"))?;
+        let equalized = keys.flag("equalized")?;
         let (tokens, sequence) = (keys.count("tokens")?, keys.count("sequence")?);
         let observer: Method = serde_json::from_value(keys.value("observer")?)
             .map_err(|error| format!("observer: {error}"))?;
@@ -159,8 +148,7 @@ impl Ranges {
             let range = TensorRange::parse(&name, tensor)?;
             tensors.insert(name, range);
         }
-        let parts = (tokens, sequence);
-        Ok(Self { tool_version, ..Self::new(checkpoint, texts, observer, parts, tensors) })
+        Ok(Self { tool_version, checkpoint, equalized, texts, tokens, sequence, observer, tensors })
     }
 }
 
@@ -229,6 +217,11 @@ impl Keys {
             Value::String(text) => Ok(text),
             _ => Err(format!("{} is not a string", self.place(key))),
         }
+    }
+
+    fn flag(&mut self, key: &str) -> Result<bool, String> {
+        let value = self.value(key)?;
+        value.as_bool().ok_or_else(|| format!("{} is {value}; true or false is", self.place(key)))
     }
 
     fn count(&mut self, key: &str) -> Result<u64, String> {
@@ -351,7 +344,7 @@ mod tests {
 
     fn good() -> Value {
         serde_json::json!({
-            "format": "firesteel-ranges", "version": 1, "tool_version": "0", "checkpoint": [],
+            "format": "firesteel-ranges", "version": 1, "tool_version": "0", "checkpoint": [], "equalized": true,
             "texts": [{"name": "a.txt", "sha256": "00"}], "tokens": 3, "sequence": 3,
             "observer": "minmax",
             "tensors": {"x": {
