@@ -94,7 +94,7 @@ fn the_evaluator_gives_what_onnx_runtime_gives_on_every_kind_of_graph() {
         ("--scheme w4a16 --cache-layout roll", 60.0),
         ("--scheme w8a8 --no-lm-head", 30.0),
         ("--scheme w16a16 --head-shards 3 --tokens 4", 60.0),
-        ("--scheme w4a16 --keep *down_proj*=fp16 --keep *embed*=w8 --gelu sigmoid", 60.0),
+        ("--scheme w4a16 --keep *down_proj*=fp16 --keep *head*=w8 --gelu sigmoid", 60.0),
     ];
     let mut failures = Vec::new();
     for (index, (options, bar)) in cases.into_iter().enumerate() {
@@ -188,6 +188,8 @@ fn what_cannot_be_quantized_is_refused() {
     let nowhere = folder.path().join("out");
     let portable = folder.path().join("portable");
     stdout(&["export", tiny, "--out", argument(&portable)]);
+    let float = folder.path().join("float");
+    stdout(&["export", tiny, "--dialect", "qnn", "--out", argument(&float)]);
     let known = argument(ranges());
     let broken = folder.path().join("broken.json");
     std::fs::write(&broken, std::fs::read_to_string(known).unwrap().replace("range8", "r8"))
@@ -201,7 +203,7 @@ fn what_cannot_be_quantized_is_refused() {
         (vec![tiny, "--scheme", "w8a16"], "needs the ranges of the activations: give --ranges"),
         (vec![tiny], "--format <FORMAT>"),
         (vec![tiny, "--scheme", "w8a16", "--format", "q8_0"], "cannot be used with"),
-        (vec![tiny, "--format", "q8_0", "--kv", "u8"], "--scheme <SCHEME>"),
+        (vec![tiny, "--format", "q8_0", "--kv", "u8"], "--kv goes with --scheme, not with --format"),
         ([&[tiny, "--ranges", "none.json"][..], &w8].concat(), "none.json"),
         ([&[mini, "--ranges", known][..], &w8].concat(), "were learned from other weights"),
         ([&[tiny, "--ranges", broken][..], &w8].concat(), "range8 is missing"),
@@ -217,11 +219,27 @@ fn what_cannot_be_quantized_is_refused() {
         ([&[tiny, "--keep", "a=w3"][..], &w8].concat(), "\"w3\" is no width"),
         (
             [&[argument(&portable), "--ranges", known][..], &w8].concat(),
-            "in the portable dialect; one in floats in the qnn dialect is quantized",
+            "in the portable dialect; one in f32 in the qnn dialect is quantized",
         ),
         (
-            [&[argument(&portable), "--ranges", known, "--context", "9"][..], &w8].concat(),
+            [&[argument(&float), "--ranges", known, "--context", "9"][..], &w8].concat(),
             "the step is that of the artifact",
+        ),
+        (
+            [&[argument(&float), "--ranges", known][..], &w8].concat(),
+            "the ranges are of the checkpoint; calibrate the artifact",
+        ),
+        (
+            vec![tiny, "--ranges", known, "--scheme", "mixed", "--text", CALIBRATION],
+            "--scheme mixed needs --bits or --budget-db",
+        ),
+        (
+            vec![tiny, "--ranges", known, "--scheme", "mixed", "--bits", "5"],
+            "--scheme mixed needs --text",
+        ),
+        (
+            [&[tiny, "--ranges", known, "--bits", "5"][..], &w8].concat(),
+            "--bits and --budget-db go with --scheme mixed, not with w8a16",
         ),
     ];
     let mut failures = Vec::new();

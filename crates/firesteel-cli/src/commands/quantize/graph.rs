@@ -7,7 +7,7 @@ use crate::source::{Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{
-    Artifact, Draft, EmbeddingEntry, GraphRole, Quantization, Write, checkpoint_hashes, sha256,
+    Artifact, Draft, EmbeddingEntry, GraphRole, Manifest, Quantization, Write, checkpoint_hashes, sha256,
     write_artifact,
 };
 use firesteel_check::{Snr, SnrMeter};
@@ -222,6 +222,9 @@ impl GraphRequest<'_> {
                  `firesteel calibrate` writes; --uncalibrated makes them up, for measuring time only"
             ),
         };
+        if let Source::Artifact(artifact) = source {
+            can_quantize(artifact.manifest(), &args.step)?;
+        }
         if let Some(ranges) = &ranges {
             same_model(ranges, source)?;
         }
@@ -383,20 +386,7 @@ impl GraphRequest<'_> {
             }
             Source::Artifact(artifact) => artifact,
         };
-        if *step != StepArgs::default() {
-            bail!("the step is that of the artifact; options of the step go with a checkpoint");
-        }
         let manifest = artifact.manifest();
-        if manifest.options.dialect != Dialect::Qnn || manifest.quantization.is_some() {
-            bail!(
-                "the artifact is {}; one in floats in the qnn dialect is quantized (export \
-                 --dialect qnn), or a checkpoint",
-                match &manifest.quantization {
-                    Some(known) => format!("quantized already ({})", known.scheme),
-                    None => format!("in the {} dialect", manifest.options.dialect),
-                }
-            );
-        }
         artifact.verify()?;
         let mut graphs = manifest.graphs.iter();
         let first = graphs.next().context("the manifest names no graph")?;
@@ -539,6 +529,24 @@ fn without_gates(bits: f64, checkpoint: &Checkpoint) -> f64 {
         .sum();
     let scales = 32.0 * checkpoint.layers().len() as f64;
     (bits * (gates + others) - 16.0 * gates - scales) / others.max(1.0)
+}
+
+/// Refuses artifacts that are no graphs in floats in the dialect of the integers.
+fn can_quantize(manifest: &Manifest, step: &StepArgs) -> anyhow::Result<()> {
+    let options = &manifest.options;
+    let what = match &manifest.quantization {
+        Some(known) => format!("quantized already ({})", known.scheme),
+        None if options.dialect != Dialect::Qnn => format!("in the {} dialect", options.dialect),
+        None if options.precision != Precision::Fp32 => "in half precision".to_owned(),
+        None if *step != StepArgs::default() => {
+            bail!("the step is that of the artifact; options of the step go with a checkpoint")
+        }
+        None => return Ok(()),
+    };
+    bail!(
+        "the artifact is {what}; one in f32 in the qnn dialect is quantized (export --dialect \
+         qnn), or a checkpoint"
+    );
 }
 
 /// Refuses ranges of another model.
