@@ -46,7 +46,7 @@ fn four_bits_are_worth_having() {
 
 #[test]
 fn a_third_of_the_matrices_in_eight_bits_reaches_the_block_formats() {
-    let calibration = tokens("calibration.txt", 4096);
+    let calibration = tokens("calibration.txt", 3072);
     let options = ModelOptions { follow: true, ..options(Widths::Mixed(Budget::Bits(5.27))) };
     let model = quantize_model(&MODEL, &calibration, &options, &mut |_| {}).unwrap();
     let weights = |matrix: &QuantizedMatrix| (matrix.rows * matrix.columns) as f64;

@@ -16,20 +16,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Tokens of a sequence.
-pub const SEQUENCE: usize = 512;
+pub(crate) const SEQUENCE: usize = 512;
 
 /// A path in the repository.
-pub fn path(name: &str) -> PathBuf {
+pub(crate) fn path(name: &str) -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join(name)
 }
 
 /// The trained model.
-pub fn spark_tiny() -> Checkpoint {
+pub(crate) fn spark_tiny() -> Checkpoint {
     Checkpoint::open(&path("models/spark-tiny")).unwrap()
 }
 
 /// The first tokens of a text of the trained model.
-pub fn tokens(file: &str, count: usize) -> Vec<u32> {
+pub(crate) fn tokens(file: &str, count: usize) -> Vec<u32> {
     let tokenizer = Tokenizer::open(&path("models/spark-tiny")).unwrap();
     let text = std::fs::read_to_string(path("tests/golden/spark-tiny").join(file)).unwrap();
     let mut ids = tokenizer.encode(&text, AddedTokens::Parse).unwrap();
@@ -39,7 +39,7 @@ pub fn tokens(file: &str, count: usize) -> Vec<u32> {
 
 /// The tokens that llama.cpp has run too.
 #[allow(dead_code, reason = "the example compares with llama.cpp, the tests do not")]
-pub fn golden_tokens() -> Vec<u32> {
+pub(crate) fn golden_tokens() -> Vec<u32> {
     let bytes = std::fs::read(path("tests/golden/llamacpp/logits.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let ids = tensors.tensor("ids").unwrap().data().chunks_exact(4);
@@ -52,17 +52,21 @@ fn sequence(model: &Checkpoint) -> CpuSequence {
 }
 
 /// How near `test` is to `reference` over `ids`.
-pub fn fidelity(reference: &Checkpoint, test: &Checkpoint, ids: &[u32]) -> TextReport {
+pub(crate) fn fidelity(reference: &Checkpoint, test: &Checkpoint, ids: &[u32]) -> TextReport {
     compare_text(&mut sequence(reference), &mut sequence(test), ids, SEQUENCE, 0.05).unwrap()
 }
 
 /// Signal to noise of all logits.
-pub fn decibels(report: &TextReport) -> f64 {
+pub(crate) fn decibels(report: &TextReport) -> f64 {
     report.logits.db.unwrap_or(f64::INFINITY)
 }
 
 /// All matrices rounded to nearest, in the same layout: `head` bits for the head.
-pub fn plainly_rounded(model: &Checkpoint, bits: WeightBits, head: WeightBits) -> Checkpoint {
+pub(crate) fn plainly_rounded(
+    model: &Checkpoint,
+    bits: WeightBits,
+    head: WeightBits,
+) -> Checkpoint {
     let layers = model.layers().iter();
     let weights = layers.flat_map(|layer| {
         [&layer.qkv, &layer.attention_out, &layer.mlp_gate, &layer.mlp_up, &layer.mlp_down]
@@ -81,7 +85,7 @@ pub fn plainly_rounded(model: &Checkpoint, bits: WeightBits, head: WeightBits) -
 }
 
 /// A layer of `config`'s shape with random weights and massive channels, and a small vocabulary.
-pub fn outliers(config: &ModelConfig) -> Checkpoint {
+pub(crate) fn outliers(config: &ModelConfig) -> Checkpoint {
     let mut config = config.clone().with_layers(1).unwrap();
     config.vocab_size = config.vocab_size.min(2048);
     let weights = RandomWeights { dtype: DType::F32, seed: 1, outliers: true };
@@ -89,7 +93,7 @@ pub fn outliers(config: &ModelConfig) -> Checkpoint {
 }
 
 /// Ids without meaning below 2048; equal seeds make equal ids.
-pub fn random_tokens(count: usize, seed: u64) -> Vec<u32> {
+pub(crate) fn random_tokens(count: usize, seed: u64) -> Vec<u32> {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -99,7 +103,7 @@ pub fn random_tokens(count: usize, seed: u64) -> Vec<u32> {
 }
 
 /// What the first layer adds to the residual stream over `ids`: signal to noise of `test` in dB.
-pub fn layer_decibels(reference: &Checkpoint, test: &Checkpoint, ids: &[u32]) -> f64 {
+pub(crate) fn layer_decibels(reference: &Checkpoint, test: &Checkpoint, ids: &[u32]) -> f64 {
     let added = |model: &Checkpoint| -> Vec<f32> {
         let model = Arc::new(model.with_weights(Vec::new()).unwrap());
         let embedding = CheckpointEmbedding::new(Arc::clone(&model));
