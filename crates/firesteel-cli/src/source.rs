@@ -62,7 +62,11 @@ impl Source {
     /// Opens what `path` is and says its warnings.
     pub(crate) fn open(path: &Path, printer: &mut Printer) -> anyhow::Result<Self> {
         if Artifact::is_artifact(path) {
-            return Ok(Self::Artifact(Box::new(Artifact::open(path)?)));
+            let artifact = Artifact::open(path)?;
+            if artifact.manifest().quantization.as_ref().is_some_and(|known| !known.calibrated) {
+                printer.warn("the artifact is uncalibrated: its numbers are wrong");
+            }
+            return Ok(Self::Artifact(Box::new(artifact)));
         }
         let checkpoint = Checkpoint::open(path)?;
         for warning in checkpoint.warnings() {

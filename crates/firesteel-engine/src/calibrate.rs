@@ -114,49 +114,55 @@ impl Observer for Inputs<'_> {
     fn residual(&mut self, _: &Weight, _: &[f64], _: usize) {}
 }
 
-/// Runs some layers over `x` `[T, H]`, cut into sequences of `sequence` tokens, each from an empty
-/// cache. `after` is told the contract and the outputs of every step.
-#[allow(clippy::too_many_arguments, reason = "private, and called with all of them spelled out")]
-fn read(
-    checkpoint: &Arc<Checkpoint>,
+/// Layers that read a text.
+struct Reading<'a> {
+    checkpoint: &'a Arc<Checkpoint>,
     layers: Range<usize>,
     logits: Logits,
-    x: &[f32],
+    /// Tokens of a sequence; each begins with an empty cache.
     sequence: usize,
-    observer: &mut dyn Observer,
-    after: &mut dyn FnMut(&StepSpec, StepOutputs) -> Result<(), EngineError>,
-) -> Result<(), EngineError> {
-    let config = checkpoint.config();
-    let width = config.hidden_size.max(1);
-    if !x.len().is_multiple_of(width) {
-        let reason = format!("{} values are not whole tokens of {width}", x.len());
-        return Err(EngineError::Calibration { reason });
-    }
-    let sequence = sequence.clamp(1, config.max_position_embeddings.max(1));
-    for sequence in x.chunks(sequence.saturating_mul(width)) {
-        let tokens = sequence.len() / width;
-        let options = StepOptions {
-            tokens: CHUNK.min(tokens),
-            context: tokens,
-            layers: layers.clone(),
-            cache_layout: CacheLayoutChoice::default(),
-            logits,
-            dtype: DType::F32,
-        };
-        let whole = StepSpec::new(config, &options)?;
-        let mut state = KvState::new(&whole)?;
-        for x in sequence.chunks(CHUNK * width) {
-            let spec = whole.with_tokens(x.len() / width)?;
-            let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
-            let runner = engine.runner(spec.clone())?;
-            let step = state.prepare(&spec, x)?;
-            let inputs = state.inputs(&spec, &step)?;
-            let outputs = runner.observed_step(&inputs, observer)?;
-            state.commit(&spec, step, &outputs)?;
-            after(&spec, outputs)?;
+}
+
+impl Reading<'_> {
+    /// Runs over `x` `[T, H]`. `after` is told the contract and the outputs of every step.
+    fn run(
+        &self,
+        x: &[f32],
+        observer: &mut dyn Observer,
+        after: &mut dyn FnMut(&StepSpec, StepOutputs) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let config = self.checkpoint.config();
+        let width = config.hidden_size.max(1);
+        if !x.len().is_multiple_of(width) {
+            let reason = format!("{} values are not whole tokens of {width}", x.len());
+            return Err(EngineError::Calibration { reason });
         }
+        let sequence = self.sequence.clamp(1, config.max_position_embeddings.max(1));
+        for sequence in x.chunks(sequence.saturating_mul(width)) {
+            let tokens = sequence.len() / width;
+            let options = StepOptions {
+                tokens: CHUNK.min(tokens),
+                context: tokens,
+                layers: self.layers.clone(),
+                cache_layout: CacheLayoutChoice::default(),
+                logits: self.logits,
+                dtype: DType::F32,
+            };
+            let whole = StepSpec::new(config, &options)?;
+            let mut state = KvState::new(&whole)?;
+            for x in sequence.chunks(CHUNK * width) {
+                let spec = whole.with_tokens(x.len() / width)?;
+                let engine = Engine::new(Arc::clone(self.checkpoint), EngineOptions::default());
+                let runner = engine.runner(spec.clone())?;
+                let step = state.prepare(&spec, x)?;
+                let inputs = state.inputs(&spec, &step)?;
+                let outputs = runner.observed_step(&inputs, observer)?;
+                state.commit(&spec, step, &outputs)?;
+                after(&spec, outputs)?;
+            }
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 impl Calibration {
@@ -201,7 +207,8 @@ impl Calibration {
             Ok(())
         };
         let layers = 0..checkpoint.config().num_layers();
-        read(checkpoint, layers, Logits::All, &x, sequence, &mut watched, &mut count)?;
+        let reading = Reading { checkpoint, layers, logits: Logits::All, sequence };
+        reading.run(&x, &mut watched, &mut count)?;
         let mut calibration = watched.calibration;
         calibration.tokens = ids.len();
         if calibration.tokens == 0 {
@@ -234,7 +241,8 @@ impl Calibration {
         };
         let layers = layer..layer.saturating_add(1);
         let mut watched = Inputs(inputs);
-        read(checkpoint, layers, Logits::Hidden, hidden, sequence, &mut watched, &mut keep)?;
+        let reading = Reading { checkpoint, layers, logits: Logits::Hidden, sequence };
+        reading.run(hidden, &mut watched, &mut keep)?;
         Ok(after)
     }
 

@@ -179,8 +179,10 @@ impl Matrix {
             WeightWidth::Four => WeightBits::Four,
             WeightWidth::Eight => WeightBits::Eight,
         };
-        let matrix = rounding(plan, &values, bits)
-            .map_err(|source| QuantizeError::Weight { name: plan.name.clone(), source })?;
+        let matrix = rounding(plan, &values, bits).map_err(|source| QuantizeError::Weight {
+            name: plan.name.clone(),
+            source: Box::new(source),
+        })?;
         let codes: Vec<i32> = matrix.codes.iter().copied().map(i32::from).collect();
         Ok(Self::Integers {
             values: Tensor::from_i32_as(plan.width.dtype(), shape, &codes)?,

@@ -8,6 +8,7 @@ use firesteel_check::SnrMeter;
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::CheckpointEmbedding;
 use firesteel_step::Role;
+use firesteel_tensor::DType;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -158,10 +159,31 @@ fn an_artifact_in_floats_becomes_the_same_integers() {
         let read = |name: &str| std::fs::read(out.join(name)).unwrap();
         models.push((read("model.onnx"), read("model.onnx.data"), read("report.json")));
         let artifact = Artifact::open(&out).unwrap();
-        assert_eq!(artifact.embedding().unwrap().is_some(), true);
+        assert!(artifact.embedding().unwrap().is_some());
         assert_eq!(artifact.manifest().quantization.as_ref().unwrap().ports.len(), 16);
     }
     assert!(models[0] == models[1], "other bytes");
+}
+
+#[test]
+fn mixed_widths_keep_their_budget_and_are_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let options = ["--scheme", "mixed", "--bits", "5.27", "--context", "96", "--head-shards", "2"];
+    let text = ["--text", CALIBRATION, "--text-tokens", "256", "--quick"];
+    let report = quantize(&out, &[&options[..], &text].concat());
+    let bits = number(&report, "/bits_per_weight");
+    assert!((5.0..=5.27).contains(&bits), "{bits}");
+    assert_eq!(report["rounding_tokens"], 256);
+    let raised = report["raised"].as_array().unwrap().len();
+    let artifact = Artifact::open(&out).unwrap();
+    let weights = &artifact.manifest().quantization.as_ref().unwrap().weights;
+    let count = |dtype| weights.iter().filter(|weight| weight.dtype == dtype).count();
+    // 20 matrices of the layers, two halves of the head, and four gates.
+    assert!(raised > 0 && count(DType::I8) >= raised, "{report}");
+    assert_eq!(count(DType::I4) + count(DType::I8), 22);
+    assert_eq!(count(DType::I16), 4);
+    assert_eq!(weights.len(), 26);
 }
 
 #[test]
@@ -175,6 +197,10 @@ fn ranges_made_up_say_so_everywhere() {
     let read = |name: &str| -> Value {
         serde_json::from_slice(&std::fs::read(out.join(name)).unwrap()).unwrap()
     };
+    let shown = stdout(&["inspect", argument(&out)]);
+    assert!(shown.contains("quantized: w4a16 with s16 keys and values"), "{shown}");
+    assert!(shown.contains("UNCALIBRATED: its numbers are wrong"), "{shown}");
+    assert!(shown.contains("v_new_3 in the graph: i16, scale "), "{shown}");
     assert_eq!(read("manifest.json")["quantization"]["calibrated"], false);
     assert_eq!(read("report.json")["calibrated"], false);
 }
@@ -203,7 +229,10 @@ fn what_cannot_be_quantized_is_refused() {
         (vec![tiny, "--scheme", "w8a16"], "needs the ranges of the activations: give --ranges"),
         (vec![tiny], "--format <FORMAT>"),
         (vec![tiny, "--scheme", "w8a16", "--format", "q8_0"], "cannot be used with"),
-        (vec![tiny, "--format", "q8_0", "--kv", "u8"], "--kv goes with --scheme, not with --format"),
+        (
+            vec![tiny, "--format", "q8_0", "--kv", "u8"],
+            "--kv goes with --scheme, not with --format",
+        ),
         ([&[tiny, "--ranges", "none.json"][..], &w8].concat(), "none.json"),
         ([&[mini, "--ranges", known][..], &w8].concat(), "were learned from other weights"),
         ([&[tiny, "--ranges", broken][..], &w8].concat(), "range8 is missing"),

@@ -95,6 +95,33 @@ fn inputs_are_shown_in_the_order_of_the_text() {
 }
 
 #[test]
+fn layers_one_by_one_meet_what_the_whole_model_meets() {
+    let checkpoint = checkpoint("mini");
+    let calibration = run(&checkpoint, &IDS, 4);
+    let embedding = CheckpointEmbedding::new(Arc::clone(&checkpoint));
+    let mut hidden = vec![0f32; IDS.len() * checkpoint.config().hidden_size];
+    embedding.lookup(&IDS, &mut hidden).unwrap();
+    for (index, layer) in checkpoint.layers().iter().enumerate() {
+        let mut squares = vec![0f64; layer.mlp_down.shape()[1]];
+        let mut watch = |weight: &Weight, inputs: &[f64]| {
+            if weight.name() == layer.mlp_down.name() {
+                for row in inputs.chunks_exact(squares.len()) {
+                    squares.iter_mut().zip(row).for_each(|(sum, value)| *sum += value * value);
+                }
+            }
+        };
+        hidden = Calibration::run_layer(&checkpoint, index, &hidden, 4, &mut watch).unwrap();
+        let mean: Vec<f64> = squares.iter().map(|sum| sum / IDS.len() as f64).collect();
+        near(&calibration.importance(layer.mlp_down.name()).unwrap(), &mean);
+    }
+    let count = checkpoint.layers().len();
+    let beyond = Calibration::run_layer(&checkpoint, count, &hidden, 4, &mut |_, _| {});
+    assert!(beyond.is_err());
+    let part = Calibration::run_layer(&checkpoint, 0, &hidden[1..], 4, &mut |_, _| {}).unwrap_err();
+    assert!(part.to_string().contains("are not whole tokens of"), "{part}");
+}
+
+#[test]
 fn sequences_begin_anew_and_threads_do_not_matter() {
     let checkpoint = checkpoint("mini");
     let layer = &checkpoint.layers()[0];

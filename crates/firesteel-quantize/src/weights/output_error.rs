@@ -213,18 +213,12 @@ fn cholesky(a: &mut [f64], n: usize) -> Result<(), usize> {
                     let factors = &done[start..];
                     let changed = &mut changed[tile..end];
                     let column = |k: usize| &transposed[k * rest + tile..][..end - tile];
-                    let mut k = 0;
-                    while k + 4 <= width {
+                    // Only the last panel is no multiple of four, and nothing is below it.
+                    for k in (0..width).step_by(4) {
                         let [a, b, c, d] = [0, 1, 2, 3].map(|i| column(k + i));
                         let [e, f, g, h] = [0, 1, 2, 3].map(|i| factors[k + i]);
                         for (i, value) in changed.iter_mut().enumerate() {
                             *value -= e * a[i] + f * b[i] + g * c[i] + h * d[i];
-                        }
-                        k += 4;
-                    }
-                    for k in k..width {
-                        for (value, other) in changed.iter_mut().zip(column(k)) {
-                            *value -= factors[k] * other;
                         }
                     }
                 }

@@ -68,15 +68,18 @@ pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
     let chosen = || ladders.iter().zip(&at).filter_map(|(rungs, at)| rungs.get(*at));
     let bits = chosen().map(|rung| rung.cost).sum::<f64>() / all;
     let decibels = -10.0 * chosen().map(|rung| rung.harm).sum::<f64>().log10();
-    let unmet = |asked, extreme, reached| Err(WeightError::Budget { asked, extreme, reached });
-    match budget {
-        Budget::Bits(asked) if !(bits <= asked * TOLERANCE) => {
-            return unmet(format!("{asked} bits for each weight"), "4 bits everywhere", bits);
+    let (met, asked, extreme, reached) = match budget {
+        Budget::Bits(asked) => {
+            let name = format!("{asked} bits for each weight");
+            (bits <= asked * TOLERANCE, name, "4 bits everywhere", bits)
         }
-        Budget::Decibels(asked) if !(decibels * TOLERANCE >= asked) => {
-            return unmet(format!("{asked} dB"), "8 bits everywhere", decibels);
+        Budget::Decibels(asked) => {
+            let name = format!("{asked} dB");
+            (decibels * TOLERANCE >= asked, name, "8 bits everywhere", decibels)
         }
-        _ => {}
+    };
+    if !met {
+        return Err(WeightError::Budget { asked, extreme, reached });
     }
     let named = choices.iter().zip(at).map(|(choice, at)| (choice.name.clone(), widths[at.min(1)]));
     Ok(Plan { widths: named.collect(), bits, decibels })

@@ -7,8 +7,8 @@ use crate::source::{Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{
-    Artifact, Draft, EmbeddingEntry, GraphRole, Manifest, Quantization, Write, checkpoint_hashes, sha256,
-    write_artifact,
+    Artifact, Draft, EmbeddingEntry, GraphRole, Manifest, Quantization, Write, checkpoint_hashes,
+    sha256, write_artifact,
 };
 use firesteel_check::{Snr, SnrMeter};
 use firesteel_checkpoint::{Checkpoint, LayerWeights, ModelConfig};
