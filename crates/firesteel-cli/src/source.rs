@@ -108,7 +108,11 @@ impl Source {
             return Ok(Self::Compiled(Box::new(CompiledStep { compiled, step })));
         }
         if Artifact::is_artifact(path) {
-            return Ok(Self::Artifact(Box::new(Artifact::open(path)?)));
+            let artifact = Artifact::open(path)?;
+            if artifact.manifest().quantization.as_ref().is_some_and(|known| !known.calibrated) {
+                printer.warn("the artifact is uncalibrated: its numbers are wrong");
+            }
+            return Ok(Self::Artifact(Box::new(artifact)));
         }
         let checkpoint = Checkpoint::open(path)?;
         for warning in checkpoint.warnings() {

@@ -106,7 +106,7 @@ pub fn compile(
     for (artifact, name) in artifacts.iter().zip(&steps) {
         artifact.verify()?;
         let parts = parts(artifact, name, options.split)?;
-        parts.iter().try_for_each(|part| check_graph(part))?;
+        parts.iter().try_for_each(check_graph)?;
         planned.push(parts);
     }
     let count = planned.iter().map(Vec::len).sum();

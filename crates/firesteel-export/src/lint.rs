@@ -214,3 +214,138 @@ fn weight_format(graph: &Graph, node: &Node, report: &mut dyn FnMut(&str, &str, 
         report("weight", &node.name, "the zero points are not 0".into());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firesteel_tensor::Tensor;
+
+    /// A graph that is quantized by hand.
+    struct Hand {
+        graph: Graph,
+        count: usize,
+    }
+
+    impl Hand {
+        fn constant(&mut self, tensor: Tensor) -> ValueId {
+            self.count += 1;
+            let (name, dtype) = (format!("c{}", self.count), tensor.dtype());
+            let shape = tensor.shape().to_vec();
+            self.graph.add_constant(name, dtype, shape, Constant::Tensor(tensor)).unwrap()
+        }
+
+        fn border(&mut self, quantizes: bool, x: ValueId, dtype: DType, zero: i32) -> ValueId {
+            let scale = self.constant(Tensor::from_f32(vec![], vec![0.5]).unwrap());
+            let zero = self.constant(Tensor::from_i32_as(dtype, vec![], &[zero]).unwrap());
+            let op = match quantizes {
+                true => Op::QuantizeLinear { axis: None },
+                false => Op::DequantizeLinear { axis: None },
+            };
+            self.count += 1;
+            self.graph.add(op, &[x, scale, zero], format!("v{}", self.count)).unwrap()
+        }
+
+        /// A float input, quantized and read.
+        fn operand(&mut self, dtype: DType, zero: i32) -> ValueId {
+            self.count += 1;
+            let name = format!("i{}", self.count);
+            let input = self.graph.input(name, DType::F32, vec![2, 2]).unwrap();
+            let q = self.border(true, input, dtype, zero);
+            self.border(false, q, dtype, zero)
+        }
+    }
+
+    /// The rules that a graph of one operator breaks: `a` and `b` quantized like this, the result
+    /// like that; `None` for floats.
+    fn broken(
+        op: Op,
+        operands: &[Option<(DType, i32)>],
+        result: Option<DType>,
+        dialect: Dialect,
+    ) -> Vec<String> {
+        let mut hand = Hand { graph: Graph::new("one"), count: 0 };
+        let inputs: Vec<ValueId> = operands
+            .iter()
+            .enumerate()
+            .map(|(i, operand)| match operand {
+                Some((dtype, zero)) => hand.operand(*dtype, *zero),
+                None => hand.graph.input(format!("f{i}"), DType::F32, vec![2, 2]).unwrap(),
+            })
+            .collect();
+        let mut y = hand.graph.add(op, &inputs, "y").unwrap();
+        if let Some(dtype) = result {
+            y = hand.border(true, y, dtype, 0);
+        }
+        hand.graph.output(y).unwrap();
+        hand.graph.validate().unwrap();
+        lint(&hand.graph, dialect).into_iter().map(|finding| finding.rule).collect()
+    }
+
+    #[test]
+    fn operators_that_would_run_in_floats_are_found() {
+        use DType::{I8, I16, U8, U16};
+        type Case = (Op, Vec<Option<(DType, i32)>>, Option<DType>, &'static [&'static str]);
+        let u16 = Some((U16, 7));
+        let cases: Vec<Case> = vec![
+            (Op::Add, vec![u16, u16], Some(U16), &[]),
+            (Op::Add, vec![None, None], None, &[]),
+            (Op::Add, vec![u16, u16], Some(U8), &["mixed"]),
+            (Op::Add, vec![u16, Some((U8, 0))], Some(U16), &["mixed"]),
+            (Op::Add, vec![u16, u16], None, &["unquantized"]),
+            (Op::Add, vec![u16, None], Some(U16), &["unquantized"]),
+            (Op::Sigmoid, vec![None], Some(U16), &["unquantized"]),
+            (Op::MatMul, vec![u16, Some((I16, 0))], Some(U16), &[]),
+            (Op::MatMul, vec![u16, Some((I16, 1))], Some(U16), &["operands"]),
+            (Op::MatMul, vec![u16, u16], Some(U16), &["operands"]),
+            (Op::MatMul, vec![u16, Some((U8, 3))], Some(U16), &[]),
+            (Op::MatMul, vec![u16, Some((I8, 0))], Some(U16), &[]),
+            (Op::MatMul, vec![Some((U8, 1)), u16], Some(U16), &["operands"]),
+            (Op::MatMul, vec![Some((I16, 0)), Some((I16, 0))], Some(U16), &["operands"]),
+            (Op::MatMul, vec![Some((U8, 1)), Some((U8, 1))], Some(U8), &[]),
+            (Op::MatMul, vec![Some((U8, 1)), Some((U8, 1))], Some(U16), &["mixed"]),
+            (Op::MatMul, vec![u16, None], Some(U16), &[]),
+        ];
+        let mut failures = Vec::new();
+        for (op, operands, result, expected) in cases {
+            let rules = broken(op.clone(), &operands, result, Dialect::Qnn);
+            if rules != expected {
+                failures.push(format!("{op:?} {operands:?} {result:?}: {rules:?}"));
+            }
+        }
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+        let portable = broken(Op::Add, &[u16, u16], Some(U16), Dialect::Portable);
+        assert!(portable.iter().any(|rule| rule == "dtype"), "{portable:?}");
+    }
+
+    #[test]
+    fn weights_that_are_not_multiplied_with_as_integers_are_found() {
+        // Type, whether a scale a row, axis, zero point.
+        let cases = [
+            (DType::I8, Some(0), 0, &[][..]),
+            (DType::I4, Some(0), 0, &[]),
+            (DType::I16, None, 0, &[]),
+            (DType::I16, Some(0), 0, &["weight"]),
+            (DType::I8, Some(1), 0, &["weight"]),
+            (DType::I8, Some(0), 1, &["weight"]),
+            (DType::U8, None, 0, &["weight"]),
+        ];
+        for (dtype, axis, zero, expected) in cases {
+            let mut hand = Hand { graph: Graph::new("linear"), count: 0 };
+            let x = hand.operand(DType::U16, 3);
+            let shape: Vec<usize> = axis.map(|_: usize| 2).into_iter().collect();
+            let count = shape.iter().product::<usize>();
+            let w = hand.constant(Tensor::from_i32_as(dtype, vec![2, 2], &[1; 4]).unwrap());
+            let scale = Tensor::from_f32(shape.clone(), vec![0.5; count]).unwrap();
+            let scale = hand.constant(scale);
+            let zero = Tensor::from_i32_as(dtype, shape, &vec![zero; count]).unwrap();
+            let zero = hand.constant(zero);
+            let w = hand.graph.add(Op::DequantizeLinear { axis }, &[w, scale, zero], "w").unwrap();
+            let y = hand.graph.add(Op::Gemm, &[x, w], "y").unwrap();
+            let y = hand.border(true, y, DType::U16, 9);
+            hand.graph.output(y).unwrap();
+            let rules: Vec<String> =
+                lint(&hand.graph, Dialect::Qnn).into_iter().map(|finding| finding.rule).collect();
+            assert_eq!(rules, expected, "{dtype} {axis:?}");
+        }
+    }
+}

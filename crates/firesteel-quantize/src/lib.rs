@@ -86,7 +86,7 @@ pub enum QuantizeError {
         /// Name of the matrix.
         name: String,
         /// Why.
-        source: weights::WeightError,
+        source: Box<weights::WeightError>,
     },
     /// The plan and the graph have other matrices.
     #[error("{name}: {problem}")]

@@ -30,3 +30,44 @@ pub(crate) fn range_key(value: &str, spec: &StepSpec) -> String {
         _ => value.to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firesteel_checkpoint::{ModelConfig, preset};
+    use firesteel_step::StepOptions;
+    use firesteel_step::{CacheLayoutChoice, Logits};
+    use firesteel_tensor::DType;
+
+    #[test]
+    fn values_have_the_same_key_in_every_graph() {
+        let config: ModelConfig = preset("spark-x2.5-1.7b").unwrap();
+        let spec = |layers| {
+            let options = StepOptions {
+                tokens: 1,
+                context: 16,
+                layers,
+                cache_layout: CacheLayoutChoice::Auto,
+                logits: Logits::Hidden,
+                dtype: DType::F32,
+            };
+            StepSpec::new(&config, &options).unwrap()
+        };
+        let (whole, slice) = (spec(0..28), spec(4..8));
+        for (value, in_whole, in_slice) in [
+            ("x", "x", "layers.3.residual"),
+            ("hidden", "layers.27.residual", "layers.7.residual"),
+            ("k_new_2", "layers.2.attention.k_entry", "layers.6.attention.k_entry"),
+            ("v_new_0", "layers.0.attention.v_entry", "layers.4.attention.v_entry"),
+            ("layers.5.mlp.up", "layers.5.mlp.up", "layers.5.mlp.up"),
+            ("logits.rows", "logits", "logits"),
+            ("logits_7", "logits", "logits"),
+            ("logits_7.rows", "logits", "logits"),
+            ("head_2.head.norm", "head.norm", "head.norm"),
+            ("head.norm", "head.norm", "head.norm"),
+        ] {
+            assert_eq!(range_key(value, &whole), in_whole);
+            assert_eq!(range_key(value, &slice), in_slice);
+        }
+    }
+}

@@ -79,7 +79,7 @@ impl Observer {
                 *magnitude = magnitude.max(x.abs() as f32);
             }
         }
-        for &x in values.iter().filter(|x| !(**x < floor)) {
+        for &x in values.iter().filter(|x| **x >= floor || x.is_nan()) {
             if !x.is_finite() {
                 self.finite = false;
                 continue;

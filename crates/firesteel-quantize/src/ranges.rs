@@ -22,12 +22,13 @@ const CHANNEL_LIMIT: usize = 64;
 /// What the values of a model's step were on a text.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Ranges {
-    format: String,
-    version: u32,
     /// Version of the program that wrote it.
     pub tool_version: String,
     /// Files with the checkpoint's weights.
     pub checkpoint: Vec<FileHash>,
+    /// Whether they are of the model whose columns are made equally large
+    /// ([`equalized`](crate::weights::equalized)): its norms have other values.
+    pub equalized: bool,
     /// The texts.
     pub texts: Vec<TextHash>,
     /// Tokens that were run.
@@ -81,33 +82,20 @@ pub struct ChannelPeak {
 }
 
 impl Ranges {
-    /// The file of these parts.
-    pub fn new(
-        checkpoint: Vec<FileHash>,
-        texts: Vec<TextHash>,
-        observer: Method,
-        (tokens, sequence): (u64, u64),
-        tensors: BTreeMap<String, TensorRange>,
-    ) -> Self {
-        Self {
-            format: FORMAT.into(),
-            version: RANGES_VERSION,
-            tool_version: env!("CARGO_PKG_VERSION").into(),
-            checkpoint,
-            texts,
-            tokens,
-            sequence,
-            observer,
-            tensors,
-        }
-    }
-
     /// The file's text.
     ///
     /// # Errors
     /// None that can happen: every key is a string and every number finite.
     pub fn to_json(&self) -> Result<Vec<u8>, QuantizeError> {
-        Ok(serde_json::to_vec_pretty(self).map_err(std::io::Error::other)?)
+        #[derive(Serialize)]
+        struct File<'a> {
+            format: &'a str,
+            version: u32,
+            #[serde(flatten)]
+            ranges: &'a Ranges,
+        }
+        let file = File { format: FORMAT, version: RANGES_VERSION, ranges: self };
+        Ok(serde_json::to_vec_pretty(&file).map_err(std::io::Error::other)?)
     }
 
     /// Reads and checks a file.
@@ -147,6 +135,7 @@ impl Ranges {
             serde_json::from_value(checkpoint).map_err(|error| format!("checkpoint: {error}"))?;
         let texts: Vec<TextHash> = serde_json::from_value(keys.value("texts")?)
             .map_err(|error| format!("texts: {error}"))?;
+        let equalized = keys.flag("equalized")?;
         let (tokens, sequence) = (keys.count("tokens")?, keys.count("sequence")?);
         let observer: Method = serde_json::from_value(keys.value("observer")?)
             .map_err(|error| format!("observer: {error}"))?;
@@ -159,8 +148,7 @@ impl Ranges {
             let range = TensorRange::parse(&name, tensor)?;
             tensors.insert(name, range);
         }
-        let parts = (tokens, sequence);
-        Ok(Self { tool_version, ..Self::new(checkpoint, texts, observer, parts, tensors) })
+        Ok(Self { tool_version, checkpoint, equalized, texts, tokens, sequence, observer, tensors })
     }
 }
 
@@ -229,6 +217,11 @@ impl Keys {
             Value::String(text) => Ok(text),
             _ => Err(format!("{} is not a string", self.place(key))),
         }
+    }
+
+    fn flag(&mut self, key: &str) -> Result<bool, String> {
+        let value = self.value(key)?;
+        value.as_bool().ok_or_else(|| format!("{} is {value}; true or false is", self.place(key)))
     }
 
     fn count(&mut self, key: &str) -> Result<u64, String> {
@@ -342,5 +335,86 @@ impl<'de> serde::de::Visitor<'de> for UniqueVisitor {
             values.insert(key, value);
         }
         Ok(Value::Object(values))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn good() -> Value {
+        serde_json::json!({
+            "format": "firesteel-ranges", "version": 1, "tool_version": "0", "checkpoint": [], "equalized": true,
+            "texts": [{"name": "a.txt", "sha256": "00"}], "tokens": 3, "sequence": 3,
+            "observer": "minmax",
+            "tensors": {"x": {
+                "min": -1.0, "max": 2.0, "count": 12, "range8": [-1.0, 2.0],
+                "range16": [-1.0, 2.0], "largest_row_square": 5.0, "median_channel": 1.0,
+                "channels": [{"channel": 1, "magnitude": 2.0}],
+            }},
+        })
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let ranges = Ranges::parse(good().to_string().as_bytes()).unwrap();
+        assert_eq!(ranges.tensors["x"].range16, [-1.0, 2.0]);
+        let again = Ranges::parse(&ranges.to_json().unwrap()).unwrap();
+        assert_eq!(again, ranges);
+    }
+
+    #[test]
+    fn hostile_files_are_refused_by_key() {
+        let huge = vec![serde_json::json!({"channel": 0, "magnitude": 0.0}); CHANNEL_LIMIT + 1];
+        let cases: Vec<(&str, Value, &str)> = vec![
+            ("/format", "other".into(), "format is \"other\""),
+            ("/version", 2.into(), "version is 2; this program reads 1; calibrate again"),
+            ("/observer", "best".into(), "observer: unknown variant `best`"),
+            ("/texts/0/name", 3.into(), "texts: invalid type"),
+            ("/tokens", (-1).into(), "tokens is -1; a count is needed"),
+            ("/tensors", Value::Null, "tensors is not an object"),
+            ("/tensors/x", 1.into(), "tensors.x is not an object"),
+            ("/tensors/x/min", "low".into(), "tensors.x.min is \"low\"; a number is needed"),
+            ("/tensors/x/min", 5.into(), "tensors.x.min is 5, above max 2"),
+            ("/tensors/x/max", 1e200.into(), "tensors.x.max is 1e+200; a number is needed"),
+            ("/tensors/x/count", 1.5.into(), "tensors.x.count is 1.5; a count is needed"),
+            ("/tensors/x/range8", vec![1.0].into(), "tensors.x.range8 is [1.0]; two numbers"),
+            ("/tensors/x/range16", vec![1.0, 2.0].into(), "tensors.x.range16 is 1 to 2; a range"),
+            ("/tensors/x/largest_row_square", (-1).into(), "tensors.x.largest_row_square is -1"),
+            ("/tensors/x/channels", huge.into(), "tensors.x.channels has 65 entries; 64 are read"),
+            ("/tensors/x/channels/0/channel", Value::Null, "tensors.x.channels[0].channel is null"),
+        ];
+        let mut failures = Vec::new();
+        for (pointer, value, expected) in cases {
+            let mut json = good();
+            *json.pointer_mut(pointer).unwrap() = value;
+            let error = Ranges::parse(json.to_string().as_bytes()).unwrap_err();
+            if !error.starts_with(expected) {
+                failures.push(format!("{pointer}: {error}"));
+            }
+        }
+        for (json, expected) in [
+            ("[]", "the file is not an object"),
+            ("{}", "format is missing"),
+            ("{\"format\": 1, \"format\": 2}", "format is given twice"),
+            (&"[".repeat(100_000), "recursion limit exceeded"),
+        ] {
+            let error = Ranges::parse(json.as_bytes()).unwrap_err();
+            if !error.starts_with(expected) {
+                failures.push(format!("{json:.20}: {error}"));
+            }
+        }
+        let mut json = good();
+        json["tensors"]["x"]["more"] = 1.into();
+        let error = Ranges::parse(json.to_string().as_bytes()).unwrap_err();
+        assert_eq!(error, "tensors.x.more is not a key of this version");
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+
+    #[test]
+    fn files_that_are_none_are_refused() {
+        let folder = std::env::temp_dir();
+        assert!(Ranges::read(&folder).unwrap_err().to_string().ends_with("is not a regular file"));
+        assert!(Ranges::read(&folder.join("no such file")).is_err());
     }
 }

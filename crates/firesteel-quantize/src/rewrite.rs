@@ -179,8 +179,10 @@ impl Matrix {
             WeightWidth::Four => WeightBits::Four,
             WeightWidth::Eight => WeightBits::Eight,
         };
-        let matrix = rounding(plan, &values, bits)
-            .map_err(|source| QuantizeError::Weight { name: plan.name.clone(), source })?;
+        let matrix = rounding(plan, &values, bits).map_err(|source| QuantizeError::Weight {
+            name: plan.name.clone(),
+            source: Box::new(source),
+        })?;
         let codes: Vec<i32> = matrix.codes.iter().copied().map(i32::from).collect();
         Ok(Self::Integers {
             values: Tensor::from_i32_as(plan.width.dtype(), shape, &codes)?,
@@ -287,7 +289,7 @@ impl Rewriter<'_> {
             let is_entry =
                 new.is_some_and(|t| matches!(t.role, Role::KeyNew(_) | Role::ValueNew(_)));
             let output = match state {
-                State::Integers(_, own) if is_entry => {
+                State::Integers(_, own) if is_entry && self.kv != KvFormat::F16 => {
                     let encoding = self.entries.get(id).copied().unwrap_or(own);
                     ports.push(PortEncoding { name: name.clone(), encoding });
                     self.integers(*id, encoding)?
@@ -321,7 +323,6 @@ impl Rewriter<'_> {
                 let input = self.graph.input(&value.name, encoding.dtype, value.shape.clone())?;
                 self.states.insert(*id, State::Integers(input, encoding));
                 self.entries.insert(entry, encoding);
-                // Where the layer returns its window, that is what leaves the graph.
                 ports.push(PortEncoding { name: value.name.clone(), encoding });
                 continue;
             }

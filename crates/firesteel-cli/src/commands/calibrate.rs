@@ -8,6 +8,7 @@ use firesteel_artifact::{checkpoint_hashes, sha256};
 use firesteel_checkpoint::StagedFile;
 use firesteel_export::{Dialect, ExportOptions, Precision, build};
 use firesteel_generate::AddedTokens;
+use firesteel_quantize::weights::equalized;
 use firesteel_quantize::{Calibrator, Method, QuantizeError, Ranges, TensorRange, TextHash};
 use firesteel_step::{CacheLayoutChoice, Logits, StepSpec};
 use serde::Serialize;
@@ -176,8 +177,13 @@ impl Calibrate {
         if context < longest {
             bail!("--context {context}: sequences have up to {longest} tokens");
         }
-        let make = |tokens: usize| match &source {
-            Source::Checkpoint(checkpoint) => {
+        // What quantize --scheme quantizes.
+        let model = match &source {
+            Source::Checkpoint(checkpoint) => Some(equalized(checkpoint)?),
+            Source::Artifact(_) | Source::Compiled(_) => None,
+        };
+        let make = |tokens: usize| match (&source, &model) {
+            (Source::Checkpoint(checkpoint), model) => {
                 let layers = layer_range(&self.layers, checkpoint.config());
                 let layers = layers.map_err(|error| option("--layers", &self.layers, &error))?;
                 if layers.start > 0 {
@@ -196,16 +202,16 @@ impl Calibrate {
                     dialect: Dialect::Qnn,
                     head_shards: 1,
                 };
-                let built = build(checkpoint, &options)?;
+                let built = build(model.as_ref().unwrap_or(checkpoint), &options)?;
                 Ok((built.graph, built.spec))
             }
-            Source::Artifact(artifact) => {
+            (Source::Artifact(artifact), _) => {
                 let entry = artifact.manifest().graphs.first();
                 let entry = entry.ok_or_else(|| option("ARTIFACT", "", &"names no graph"))?;
                 let spec: StepSpec = artifact.step_spec(false);
                 Ok((artifact.read_graph(entry)?, spec))
             }
-            Source::Compiled(_) => Err(option("ARTIFACT", "", &"is compiled already")),
+            (Source::Compiled(_), _) => Err(option("ARTIFACT", "", &"is compiled already")),
         };
         let staged = self.stage()?;
         let total = sequences.iter().map(|ids| ids.len() as u64).sum();
@@ -224,13 +230,21 @@ impl Calibrate {
         };
         let texts = self.text.iter().chain(&self.chat);
         let texts = texts.map(|file| text_hash(file)).collect::<anyhow::Result<_>>()?;
-        let counts = (calibrator.tokens(), longest as u64);
-        let ranges = Ranges::new(checkpoint, texts, method, counts, tensors);
+        let ranges = Ranges {
+            tool_version: env!("CARGO_PKG_VERSION").into(),
+            checkpoint,
+            equalized: model.is_some(),
+            texts,
+            tokens: calibrator.tokens(),
+            sequence: longest as u64,
+            observer: method,
+            tensors,
+        };
         staged.file().write_all(&ranges.to_json()?)?;
         staged.commit()?;
         let report = Report {
             path: self.out.display().to_string(),
-            tokens: counts.0,
+            tokens: ranges.tokens,
             sequences: sequences.len(),
             past_window,
             tensors: ranges.tensors.len(),

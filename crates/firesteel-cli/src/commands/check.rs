@@ -8,7 +8,7 @@ use clap::{Args, Parser};
 use firesteel_artifact::Manifest;
 use firesteel_check::{CheckOptions, CheckReport, Feed, Snr, compare};
 use firesteel_compile::Measured;
-use firesteel_export::{Gelu, Precision};
+use firesteel_export::{ExportOptions, Gelu, Precision};
 use firesteel_generate::AddedTokens;
 use firesteel_step::{
     Embedding, KvState, Logits, Role, Runner, RunnerError, StepError, StepOptions, StepSpec,
@@ -72,7 +72,8 @@ pub(crate) struct CheckArgs {
     #[arg(long, value_name = "N", default_value_t = 16)]
     greedy_prompt: usize,
     /// SNR in dB that logits, entries and the state after each layer must reach, each over all
-    /// steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU]
+    /// steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for
+    /// 8-bit weights, 10 for 4-bit weights or 8-bit activations]
     #[arg(long, value_name = "DB", allow_negative_numbers = true)]
     min_snr: Option<f64>,
     /// Logit gap below which a greedy choice is a tie
@@ -345,10 +346,12 @@ fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
     } else {
         110.0
     };
-    let bar = |manifest: &Manifest| match (manifest.options.gelu, manifest.options.precision) {
-        (Gelu::Exact, Precision::Fp32) => wide,
-        (Gelu::Exact, Precision::Fp16) => 40.0,
-        _ => 35.0,
+    let bar = |manifest: &Manifest| match (&manifest.quantization, &manifest.options) {
+        (Some(known), _) if known.bits_per_weight >= 8.0 && known.scheme != "w8a8" => 30.0,
+        (Some(_), _) => 10.0,
+        (None, ExportOptions { gelu: Gelu::Exact, precision: Precision::Fp32, .. }) => wide,
+        (None, ExportOptions { gelu: Gelu::Exact, precision: Precision::Fp16, .. }) => 40.0,
+        (None, _) => 35.0,
     };
     sources
         .into_iter()

@@ -5,7 +5,7 @@ use clap::Args;
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_checkpoint::{Checkpoint, Head, LayerKind, ModelConfig, Weight};
 use firesteel_compile::{Compiled, CompiledManifest};
-use firesteel_step::{CacheLayoutChoice, kv_bytes};
+use firesteel_step::{CacheLayoutChoice, Encoding, PortEncoding, kv_bytes};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -421,6 +421,20 @@ fn print_artifact(manifest: &Manifest, printer: &mut Printer) -> anyhow::Result<
     ))?;
     if let Some(seed) = manifest.model.random_seed {
         printer.line(format!("random weights (seed {seed}): for profiling only"))?;
+    }
+    if let Some(known) = &manifest.quantization {
+        printer.line(format!(
+            "quantized: {} with {} keys and values, {:.2} bits a weight, {}",
+            known.scheme,
+            known.kv,
+            known.bits_per_weight,
+            if known.calibrated { "calibrated" } else { "UNCALIBRATED: its numbers are wrong" }
+        ))?;
+        for PortEncoding { name, encoding } in &known.ports {
+            let Encoding { dtype, scale, zero_point } = encoding;
+            let numbers = format!("{dtype}, scale {scale:e}, zero point {zero_point}");
+            printer.line(format!("{name} in the graph: {numbers}"))?;
+        }
     }
     let mut rows = vec![["tensor", "dtype", "shape"].map(str::to_owned).to_vec()];
     for tensor in step.inputs.iter().chain(&step.outputs) {

@@ -45,8 +45,9 @@ pub(crate) struct Quantize {
     /// repeated, and the last that fits counts
     #[arg(long, value_name = "GLOB=FORMAT", value_parser = tensor_format, conflicts_with = "scheme")]
     tensor: Vec<(Pattern, WeightFormat)>,
-    /// Bits for each weight that larger formats may fill [default: none; for q4_k_m what the head
-    /// and half of the qkv and down projections would take in q6_k]
+    /// Bits for each weight that larger formats may fill, or 8-bit matrices of --scheme mixed
+    /// [default: none; for q4_k_m what the head and half of the qkv and down projections would take
+    /// in q6_k]
     #[arg(long, value_name = "BITS")]
     bits: Option<f64>,
     /// Text files that the model reads to learn which columns matter
@@ -186,6 +187,7 @@ impl Quantize {
             };
             return request.run(&source, printer);
         };
+        self.graph.refuse()?;
         let Source::Checkpoint(checkpoint) = &source else {
             bail!("{} is an artifact; quantize its checkpoint", self.checkpoint.display());
         };

@@ -10,4 +10,5 @@ mod gguf;
 mod golden;
 mod house;
 mod parity;
+mod quantized;
 mod support;

@@ -2,13 +2,13 @@
 
 use super::{CheckArgs, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{DecoderOptions, Source, read_text};
+use crate::source::{DecoderOptions, Source, read_chats, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
-use firesteel_generate::{AddedTokens, Conversation, MessageRole, Tokenizer};
+use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
 use serde::Serialize;
@@ -191,26 +191,23 @@ fn prompts(
     sources: [&Source; 2],
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
-    let text = read_text(file)?;
-    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let mut prompts = Vec::new();
     if file.extension().is_some_and(|extension| extension == "jsonl") {
         let template = match sources[0].chat_template() {
             Ok(template) => template,
             Err(_) => sources[1].chat_template()?,
         };
-        for (number, line) in lines {
-            let at = || format!("line {} of {}", number + 1, file.display());
-            let mut chat: Conversation = serde_json::from_str(line)
-                .with_context(|| format!("{} is no conversation", at()))?;
+        for (number, mut chat) in (1..).zip(read_chats(file)?) {
             if chat.messages.last().is_some_and(|last| last.role == MessageRole::Assistant) {
                 chat.messages.pop();
             }
             chat.add_generation_prompt = true;
+            let at = || format!("conversation {number} of {}", file.display());
             prompts.push(template.encode(&chat, tokenizer).with_context(at)?);
         }
     } else {
-        for (_, line) in lines {
+        let text = read_text(file)?;
+        for line in text.lines().filter(|line| !line.trim().is_empty()) {
             prompts.push(tokenizer.encode(line, AddedTokens::Parse)?);
         }
     }
