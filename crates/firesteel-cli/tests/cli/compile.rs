@@ -1,7 +1,9 @@
 //! Compiling for the HTP and running on its emulator. Needs what `setup ort` and `setup qnn`
 //! install.
 
-use crate::support::{argument, export_to, firesteel, names, options, refusal, spark_tiny, stdout};
+use crate::support::{
+    argument, export_to, firesteel, golden_path, names, options, refusal, spark_tiny, stdout,
+};
 use firesteel_check::audit::{Dump, Placement, Rule, audit};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_export::{Dialect, ExportOptions, Precision};
@@ -79,6 +81,45 @@ fn the_trained_model_is_placed_and_right_on_the_emulator() {
     }
     // A phone's time is nobody's guess: no line speaks of cycles or of time on a device.
     assert!(!shown.contains("cycle") && !text.contains("cycle"));
+}
+
+#[test]
+fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (ranges, artifact, out) = (at("ranges.json"), at("artifact"), at("compiled"));
+    let (tiny, text) = (spark_tiny(), golden_path("spark-tiny/calibration.txt"));
+    let tiny = argument(&tiny);
+    let text = ["calibrate", tiny, "--text", argument(&text), "--samples", "6"];
+    stdout(&[&text[..], &["--tokens", "96", "--out", argument(&ranges)]].concat());
+    let quantize = ["quantize", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
+    stdout(&[&quantize[..], &["--context", "64", "--out", argument(&artifact)]].concat());
+    let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
+    let audit = &manifest["steps"][0]["parts"][0]["audit"];
+    assert_eq!(audit["findings"], json!([]));
+    assert_eq!(audit["weights"]["int8 per channel"]["tensors"], 21);
+    assert_eq!(audit["qnn_ops"]["RmsNorm"], 9);
+    assert_eq!(audit["qnn_ops"]["Gelu"], 4);
+
+    let check = |path: &Path| {
+        let report = firesteel(&[
+            "check",
+            argument(path),
+            "--against",
+            tiny,
+            "--steps",
+            "16",
+            "--greedy",
+            "0",
+            "--min-snr",
+            "30",
+            "--json",
+        ]);
+        let report = parsed(&String::from_utf8(report.stdout).unwrap());
+        report["output"]["db"].as_f64().unwrap()
+    };
+    let (evaluator, emulator) = (check(&artifact), check(&out));
+    assert!(emulator > 34.0 && (evaluator - emulator).abs() < 2.0, "{emulator} {evaluator}");
 }
 
 #[test]
