@@ -64,7 +64,8 @@ fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
         let values = report["values"].as_array().unwrap();
         let of = |index: usize| number(&values[index], "/snr/db");
         assert!(values.len() > 100 && of(0) > 28.0, "{}", values[0]);
-        assert!((1..values.len()).all(|i| !(of(i - 1) > of(i))), "not sorted");
+        let sorted = |i: usize| of(i - 1) <= of(i) || of(i).is_nan();
+        assert!((1..values.len()).all(sorted), "not sorted");
         for layer in report["layers"].as_array().unwrap() {
             assert!(number(layer, "/snr/db") > 36.0, "{layer}");
         }
