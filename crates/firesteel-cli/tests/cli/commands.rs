@@ -57,15 +57,16 @@ fn help_of_the_program() {
     Usage: firesteel <COMMAND>
 
     Commands:
-      inspect   Show what a checkpoint, a config.json or an artifact is
-      synth     Write a checkpoint of a published shape with random weights
-      export    Write the static decode-step graph of a checkpoint
-      quantize  Write a checkpoint as a GGUF file, quantized or not
-      check     Compare two runners on the same tokens
-      generate  Generate text
-      bench     Measure this program on this machine
-      setup     Install a pinned library into the cache folder
-      help      Print this message or the help of the given subcommand(s)
+      inspect    Show what a checkpoint, a config.json or an artifact is
+      synth      Write a checkpoint of a published shape with random weights
+      export     Write the static decode-step graph of a checkpoint
+      calibrate  Learn the ranges of a step's values from text
+      quantize   Write a model quantized: as a GGUF file (--format), or as a step's graph in integers (--scheme)
+      check      Compare two runners on the same tokens
+      generate   Generate text
+      bench      Measure this program on this machine
+      setup      Install a pinned library into the cache folder
+      help       Print this message or the help of the given subcommand(s)
 
     Options:
       -h, --help     Print help
@@ -172,6 +173,22 @@ fn help_of_export() {
               [default: exact]
               [possible values: exact, tanh, sigmoid]
 
+          --tokens <T>
+              Tokens of a step: 1 decodes, more prefill
+
+              [default: 1]
+
+          --logits <LOGITS>
+              Logits of the last token or of all tokens of a step
+
+              [default: last]
+              [possible values: last, all]
+
+          --head-shards <N>
+              Write the vocabulary projection as N graphs of their own
+
+              [default: 1]
+
           --precision <PRECISION>
               Number format of weights, activations, inputs and outputs
 
@@ -184,17 +201,6 @@ fn help_of_export() {
               [default: portable]
               [possible values: portable, qnn]
 
-          --tokens <T>
-              Tokens of a step: 1 decodes, more prefill
-
-              [default: 1]
-
-          --logits <LOGITS>
-              Logits of the last token or of all tokens of a step
-
-              [default: last]
-              [possible values: last, all]
-
           --random-weights
               Random weights of the config's shape, for profiling
 
@@ -202,11 +208,6 @@ fn help_of_export() {
               Start of the random weights
 
               [default: 0]
-
-          --head-shards <N>
-              Write the vocabulary projection as N graphs of their own
-
-              [default: 1]
 
           --embedding
               Also write the embedding table as a raw file for hosts
@@ -285,7 +286,7 @@ fn help_of_check() {
               [default: 16]
 
           --min-snr <DB>
-              SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU]
+              SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for 8-bit weights, 10 for 4-bit weights or 8-bit activations]
 
           --tie-margin <GAP>
               Logit gap below which a greedy choice is a tie
