@@ -1,13 +1,11 @@
 //! Step graphs in integers: from a text to an artifact, on the evaluator and on ONNX Runtime.
 
-use crate::support::{
-    all_outputs, argument, artifact_runners, golden_path, refusal, spark_tiny, stdout,
-};
+use crate::support::{argument, artifact_runners, golden_path, refusal, spark_tiny, stdout};
 use firesteel_artifact::Artifact;
 use firesteel_check::SnrMeter;
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::CheckpointEmbedding;
-use firesteel_step::Role;
+use firesteel_step::{Embedding, KvState, Runner};
 use firesteel_tensor::DType;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -64,7 +62,8 @@ fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
         let values = report["values"].as_array().unwrap();
         let of = |index: usize| number(&values[index], "/snr/db");
         assert!(values.len() > 100 && of(0) > 28.0, "{}", values[0]);
-        assert!((1..values.len()).all(|i| !(of(i - 1) > of(i))), "not sorted");
+        let sorted = |i: usize| of(i - 1) <= of(i) || of(i).is_nan();
+        assert!((1..values.len()).all(sorted), "not sorted");
         for layer in report["layers"].as_array().unwrap() {
             assert!(number(layer, "/snr/db") > 36.0, "{layer}");
         }
@@ -89,11 +88,11 @@ fn the_evaluator_gives_what_onnx_runtime_gives_on_every_kind_of_graph() {
     // integers now and then becomes the other one; eight bits make that a larger step.
     let cases: [(&str, f64); 8] = [
         ("--scheme w8a16", 60.0),
-        ("--scheme w8a16 --kv s8", 40.0),
-        ("--scheme w8a16 --kv u8 --cache-layout roll --tokens 4", 40.0),
+        ("--scheme w8a16 --kv s8", 45.0),
+        ("--scheme w8a16 --kv u8 --cache-layout roll --tokens 4", 45.0),
         ("--scheme w8a16 --kv f16 --tokens 4 --logits all", 60.0),
         ("--scheme w4a16 --cache-layout roll", 60.0),
-        ("--scheme w8a8 --no-lm-head", 30.0),
+        ("--scheme w8a8 --no-lm-head", 38.0),
         ("--scheme w16a16 --head-shards 3 --tokens 4", 60.0),
         ("--scheme w4a16 --keep *down_proj*=fp16 --keep *head*=w8 --gelu sigmoid", 60.0),
     ];
@@ -118,19 +117,23 @@ fn the_evaluator_gives_what_onnx_runtime_gives_on_every_kind_of_graph() {
         let [mut evaluator, mut ort] =
             <[_; 2]>::try_from(artifact_runners(&artifact)).ok().unwrap();
         let spec = evaluator.spec().clone();
-        let left = all_outputs(evaluator.as_mut(), &embedding, &ids);
-        let right = all_outputs(ort.as_mut(), &embedding, &ids);
-        for (port, output) in spec.outputs.iter().enumerate() {
-            let mut meter = SnrMeter::default();
-            for (left, right) in left.iter().zip(&right) {
-                let [left, right] = [left, right].map(|step| &step.tensors()[port]);
+        // Both get the evaluator's caches, so that a step shows its own error alone.
+        let mut state = KvState::new(&spec).unwrap();
+        let mut meters = vec![SnrMeter::default(); spec.outputs.len()];
+        for ids in ids.chunks_exact(spec.tokens) {
+            let mut x = vec![0f32; ids.len() * embedding.hidden_size()];
+            embedding.lookup(ids, &mut x).unwrap();
+            let step = state.prepare(&spec, &x).unwrap();
+            let inputs = state.inputs(&spec, &step).unwrap();
+            let [left, right] =
+                [&mut evaluator, &mut ort].map(|runner| runner.step(&inputs).unwrap());
+            for (port, meter) in meters.iter_mut().enumerate() {
+                let [left, right] = [&left, &right].map(|step| &step.tensors()[port]);
                 meter.add(&left.view().to_f32().unwrap(), &right.view().to_f32().unwrap());
             }
-            let known = matches!(
-                output.role,
-                Role::Logits | Role::Hidden | Role::KeyNew(_) | Role::ValueNew(_)
-            );
-            assert!(known && meter.snr().count > 0);
+            state.commit(&spec, step, &left).unwrap();
+        }
+        for (output, meter) in spec.outputs.iter().zip(&meters) {
             if !meter.snr().reaches(bar) {
                 failures.push(format!("{options:?} {}: {:?}", output.name, meter.snr().db));
             }
