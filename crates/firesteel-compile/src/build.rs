@@ -424,16 +424,15 @@ fn on_cpu(error: &OrtError) -> bool {
 /// configuration as text.
 fn wrong_target(binary: &str, bytes: &[u8], soc: Soc) -> Option<Finding> {
     const MARK: &[u8] = b"soc_type=";
-    let start = bytes.windows(MARK.len()).position(|window| window == MARK)?;
-    let text: String = bytes.get(start..)?.iter().take(64).map(|byte| char::from(*byte)).collect();
-    let mut fields = text.split(';');
-    let found = [fields.next()?, fields.next()?].join(";");
-    let meant = format!("soc_type={};arch={}", soc.name.to_uppercase(), soc.arch);
-    (found != meant).then(|| Finding {
-        rule: Rule::Target,
-        node: binary.to_owned(),
-        detail: format!("says {found}, meant is {meant}"),
-    })
+    let meant = format!("soc_type={};arch={};", soc.name.to_uppercase(), soc.arch);
+    let start = bytes.windows(MARK.len()).position(|window| window == MARK);
+    let text = start.and_then(|start| bytes.get(start..)).unwrap_or_default();
+    if text.starts_with(meant.as_bytes()) {
+        return None;
+    }
+    let found: String = text.iter().take(meant.len()).map(|byte| char::from(*byte)).collect();
+    let detail = format!("says {found:?}, meant is {meant:?}");
+    Some(Finding { rule: Rule::Target, node: binary.to_owned(), detail })
 }
 
 /// The model file of a part: that of the artifact, or one written to `folder`.
@@ -541,4 +540,24 @@ fn names(folder: &Path) -> Result<Vec<String>, CompileError> {
     }
     names.sort();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_binary_says_for_whom_it_is() {
+        let soc = Soc::find("sm8750").unwrap();
+        for (text, right) in [
+            ("\0x;soc_type=SM8750;arch=79;vtcm_size=1", true),
+            ("soc_type=SM8550;arch=73;", false),
+            ("soc_type=SM8750;arch=73;", false),
+            ("soc_type=SM8750;arch=7", false),
+            ("", false),
+        ] {
+            let finding = wrong_target("b.bin", text.as_bytes(), soc);
+            assert_eq!(finding.is_none(), right, "{text}: {finding:?}");
+        }
+    }
 }
