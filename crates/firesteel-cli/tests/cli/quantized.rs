@@ -5,7 +5,7 @@ use firesteel_artifact::Artifact;
 use firesteel_check::SnrMeter;
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::CheckpointEmbedding;
-use firesteel_step::{Embedding, KvState, Runner};
+use firesteel_step::{Embedding, KvState};
 use firesteel_tensor::DType;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
