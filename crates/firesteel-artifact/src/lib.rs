@@ -1,7 +1,7 @@
 //! The artifact: a folder with the step's graphs, their weights, a tokenizer and a manifest that
 //! says what they are.
 //!
-//! [`export`] writes one from a checkpoint, complete or not at all; [`Artifact::open`] reads one
+//! [`export`] writes one from a checkpoint, [`write_artifact`] one from other graphs, complete or not at all; [`Artifact::open`] reads one
 //! back and runs it on the graph evaluator.
 
 mod evaluator;
@@ -11,12 +11,12 @@ mod open;
 mod sharded;
 
 pub use evaluator::EvaluatorRunner;
-pub use export::{ExportRequest, export};
+pub use export::{Draft, ExportRequest, Write, checkpoint_hashes, export, write_artifact};
 pub use manifest::{
     DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry, GraphRole, HeadSource,
-    KvBytesEntry, MANIFEST, Manifest, ModelEntry,
+    KvBytesEntry, MANIFEST, Manifest, ModelEntry, Quantization, QuantizedWeight,
 };
-pub use open::{Artifact, ArtifactEmbedding};
+pub use open::{Artifact, ArtifactEmbedding, sha256};
 pub use sharded::{HeadRunner, ShardedRunner};
 
 use firesteel_checkpoint::CheckpointError;

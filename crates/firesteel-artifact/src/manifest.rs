@@ -1,7 +1,7 @@
 use crate::ArtifactError;
 use firesteel_checkpoint::LayerKind;
 use firesteel_export::{ExportOptions, WideTensors};
-use firesteel_step::{Logits, StepSpec};
+use firesteel_step::{Logits, PortEncoding, StepSpec};
 use firesteel_tensor::DType;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
@@ -54,8 +54,45 @@ pub struct Manifest {
     pub data: Vec<DataEntry>,
     /// Where a host finds the embedding table; `None` when the artifact holds none.
     pub embedding: Option<EmbeddingEntry>,
-    /// Other files that were copied from the checkpoint.
+    /// Other files, most of them copied from the checkpoint.
     pub copied: Vec<FileHash>,
+    /// How the graphs are quantized; `None` for graphs in floats.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<Quantization>,
+}
+
+/// How the graphs of an artifact are quantized.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Quantization {
+    /// Name of the scheme, such as `w8a16`.
+    pub scheme: String,
+    /// Number format of keys and values.
+    pub kv: String,
+    /// Whether the ranges of activations come from a text. Without, the numbers are good for
+    /// measuring time only.
+    pub calibrated: bool,
+    /// SHA-256 of the ranges.
+    pub ranges_sha256: Option<String>,
+    /// Inputs and outputs of the step's graph that are integers. The contract has floats for them;
+    /// whoever runs the graph converts, or writes cache entries raw.
+    pub ports: Vec<PortEncoding>,
+    /// The matrices.
+    pub weights: Vec<QuantizedWeight>,
+    /// Bits for each weight of the matrices, the head and the scales of rows included.
+    pub bits_per_weight: f64,
+}
+
+/// A matrix of a quantized graph.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuantizedWeight {
+    /// Name of the initializer.
+    pub name: String,
+    /// Element type: i4, i8 or i16, or a float type for what is not quantized.
+    pub dtype: DType,
+    /// Output channels.
+    pub rows: usize,
+    /// Input channels.
+    pub columns: usize,
 }
 
 /// Which model an artifact was made from.
@@ -192,6 +229,11 @@ impl Manifest {
         }
     }
 
+    /// Inputs and outputs of the step's graph that are integers.
+    pub fn ports(&self) -> &[PortEncoding] {
+        self.quantization.as_ref().map_or(&[][..], |quantization| &quantization.ports)
+    }
+
     /// Whether the artifact yields logits.
     pub fn has_head(&self) -> bool {
         self.options.logits != Logits::Hidden
@@ -257,6 +299,9 @@ impl Manifest {
         let manifest: Self =
             serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
         manifest.step.validate()?;
+        for port in manifest.ports() {
+            port.encoding.validate().map_err(|error| problem(format!("{}: {error}", port.name)))?;
+        }
         let names =
             manifest.files().into_iter().chain(manifest.embedding.iter().filter_map(|entry| {
                 match entry {

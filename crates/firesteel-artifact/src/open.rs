@@ -5,7 +5,7 @@ use crate::{
 use firesteel_checkpoint::MappedFile;
 use firesteel_graph::{Constant, Evaluator, Graph};
 use firesteel_onnx::read_model;
-use firesteel_step::{Embedding, Role, Runner, RunnerError, StepSpec};
+use firesteel_step::{Embedding, EncodedRunner, Role, Runner, RunnerError, StepSpec};
 use firesteel_tensor::{Tensor, TensorView, read_f32};
 use fs_err as fs;
 use sha2::{Digest, Sha256};
@@ -69,7 +69,7 @@ impl Artifact {
 
     fn check_sha256(&self, name: &str, expected: &str) -> Result<(), ArtifactError> {
         let file = self.folder.join(name);
-        let actual = hex(&Sha256::digest(fs::read(&file)?));
+        let actual = sha256(&fs::read(&file)?);
         if actual == expected {
             return Ok(());
         }
@@ -121,6 +121,12 @@ impl Artifact {
         spec
     }
 
+    /// As [`step_spec`](Self::step_spec), with the element types that the step's graph has; they
+    /// differ where it takes or gives integers.
+    pub fn graph_spec(&self, layer_outputs: bool) -> StepSpec {
+        self.step_spec(layer_outputs).with_encodings(self.manifest.ports())
+    }
+
     /// Reads a graph back from its file.
     ///
     /// # Errors
@@ -142,7 +148,7 @@ impl Artifact {
                 source: Box::new(source),
             };
             if i == 0 {
-                let spec = self.step_spec(layer_outputs);
+                let spec = self.graph_spec(layer_outputs);
                 step = Some(Box::new(EvaluatorRunner::new(graph, spec).map_err(invalid)?));
             } else {
                 heads.push(head_runner(Evaluator::new(graph).map_err(invalid)?));
@@ -155,22 +161,31 @@ impl Artifact {
         self.join(step, heads)
     }
 
-    /// One runner from a runner of the step's graph and those of the head's parts, if any.
+    /// One runner of the artifact's contract from a runner of the step's graph
+    /// ([`graph_spec`](Self::graph_spec)) and those of the head's parts, if any.
     ///
     /// # Errors
-    /// When the number of parts is not the manifest's.
+    /// When the step's runner has other ports, or the geometry is impossible.
     pub fn join(
         &self,
-        step: Box<dyn Runner>,
+        mut step: Box<dyn Runner>,
         heads: Vec<HeadRunner>,
     ) -> Result<Box<dyn Runner>, ArtifactError> {
+        let invalid = |error: RunnerError| ArtifactError::Manifest {
+            file: self.folder.join(MANIFEST),
+            problem: error.to_string(),
+        };
+        if !self.manifest.ports().is_empty() {
+            let tapped = step.spec().outputs.iter().any(|t| matches!(t.role, Role::LayerHidden(_)));
+            let spec = self.step_spec(tapped);
+            let encoded = EncodedRunner::new(step, spec, self.manifest.ports());
+            step = Box::new(encoded.map_err(invalid)?);
+        }
         if heads.is_empty() {
             return Ok(step);
         }
         let joined = ShardedRunner::new(step, heads, self.manifest.options.logits);
-        joined.map(|runner| Box::new(runner) as Box<dyn Runner>).map_err(|error| {
-            ArtifactError::Manifest { file: self.folder.join(MANIFEST), problem: error.to_string() }
-        })
+        joined.map(|runner| Box::new(runner) as Box<dyn Runner>).map_err(invalid)
     }
 
     /// The embedding table, where the artifact holds it.
@@ -233,6 +248,25 @@ pub struct ArtifactEmbedding {
     table: Tensor,
 }
 
+impl ArtifactEmbedding {
+    /// The embedding of `table`, one row a token.
+    ///
+    /// # Errors
+    /// When it is no matrix of floats with rows.
+    pub fn new(table: Tensor) -> Result<Self, String> {
+        let floats = table.dtype().is_float();
+        if matches!(table.shape(), [rows, _] if *rows > 0) && floats {
+            return Ok(Self { table });
+        }
+        Err(format!("is {} {:?}; a matrix of floats is an embedding", table.dtype(), table.shape()))
+    }
+
+    /// The table, [rows, hidden size].
+    pub(crate) fn into_table(self) -> Tensor {
+        self.table
+    }
+}
+
 impl Embedding for ArtifactEmbedding {
     fn hidden_size(&self) -> usize {
         self.table.shape()[1]
@@ -265,6 +299,11 @@ impl Embedding for ArtifactEmbedding {
 pub(crate) fn data_hash(path: &Path) -> Result<String, ArtifactError> {
     let bytes = MappedFile::open(path)?.bytes();
     Ok(format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes)))
+}
+
+/// SHA-256 of `bytes`, in lower-case hexadecimal.
+pub fn sha256(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
 }
 
 /// Lower-case hexadecimal.

@@ -1,5 +1,6 @@
 //! Two runners, the same inputs: how far apart are they, and where does it begin?
 
+pub mod audit;
 mod compare;
 mod fidelity;
 mod logits;

@@ -74,6 +74,22 @@ impl LayerWeights {
     }
 }
 
+impl LayerWeights {
+    /// As [`LayerWeights::all`].
+    fn all_mut(&mut self) -> [&mut Weight; 8] {
+        [
+            &mut self.input_norm,
+            &mut self.post_attention_norm,
+            &mut self.qkv,
+            &mut self.head_gate,
+            &mut self.attention_out,
+            &mut self.mlp_gate,
+            &mut self.mlp_up,
+            &mut self.mlp_down,
+        ]
+    }
+}
+
 /// A file that a checkpoint was read from.
 #[derive(Debug, Clone)]
 pub struct CheckpointFile {
@@ -155,6 +171,9 @@ fn head_tensor(config: &ModelConfig) -> Expected {
 }
 
 impl Checkpoint {
+    /// Name of a head that is stored apart from the embedding.
+    pub const HEAD: &str = HEAD;
+
     /// Path of another file of the checkpoint's folder, such as tokenizer.json, after the same
     /// rules for links as for the weights; `None` when there is none. A GGUF file holds all that
     /// belongs to it, so what lies beside it is never taken.
@@ -283,6 +302,52 @@ impl Checkpoint {
             files: Vec::new(),
             gguf: None,
         }
+    }
+
+    /// The same model with `weights` in the place of those of the same names. A weight with the
+    /// name of the head becomes the head, apart from the embedding. Everything else, such as the
+    /// path and the files, still tells where the model came from.
+    ///
+    /// # Errors
+    /// When a weight has a name that the model does not have, or another shape.
+    pub fn with_weights(&self, weights: Vec<Weight>) -> Result<Self, CheckpointError> {
+        let mut model = Self {
+            config: self.config.clone(),
+            path: self.path.clone(),
+            warnings: self.warnings.clone(),
+            embedding: self.embedding.clone(),
+            final_norm: self.final_norm.clone(),
+            head: self.head.clone(),
+            layers: self.layers.clone(),
+            files: self.files.clone(),
+            gguf: self.gguf.clone(),
+            tensor_count: self.tensor_count,
+        };
+        for weight in weights {
+            if weight.name() == HEAD && weight.shape() == model.embedding.shape() {
+                model.tensor_count += usize::from(matches!(model.head, Head::Tied));
+                model.config.tie_word_embeddings = false;
+                model.head = Head::Stored(weight);
+                continue;
+            }
+            match model.place(weight.name()) {
+                Some(place) if place.shape() == weight.shape() => *place = weight,
+                _ => {
+                    let (tensor, shape) = (weight.name().to_owned(), weight.shape().to_vec());
+                    return Err(CheckpointError::NoPlace { tensor, shape });
+                }
+            }
+        }
+        Ok(model)
+    }
+
+    /// Where the weight of that name is, but for the head.
+    fn place(&mut self, name: &str) -> Option<&mut Weight> {
+        let layers = self.layers.iter_mut().flat_map(LayerWeights::all_mut);
+        [&mut self.embedding, &mut self.final_norm]
+            .into_iter()
+            .chain(layers)
+            .find(|weight| weight.name() == name)
     }
 
     /// The validated config.

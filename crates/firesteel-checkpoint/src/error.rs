@@ -218,6 +218,16 @@ pub enum CheckpointError {
         /// Bits needed.
         least: f64,
     },
+    /// A weight that is to replace another has no counterpart.
+    #[error(
+        "{tensor} of shape {shape:?} has no place in the model; accepted: a weight of the model in its shape"
+    )]
+    NoPlace {
+        /// The weight.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
     /// A number of layers that the model cannot be cut to.
     #[error("cannot cut the model to {requested} layers; accepted: 1 to {available}")]
     Layers {

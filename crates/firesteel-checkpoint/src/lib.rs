@@ -11,6 +11,7 @@
 mod blocks;
 mod cache;
 mod checkpoint;
+mod climb;
 mod config;
 mod error;
 mod folder;
@@ -29,6 +30,7 @@ mod write;
 pub use blocks::WeightFormat;
 pub use cache::{cache_root, cache_root_of};
 pub use checkpoint::{Checkpoint, CheckpointFile, Head, LayerWeights};
+pub use climb::{Goal, Rung, climb};
 pub use config::{LayerKind, ModelConfig, Rope};
 pub use error::CheckpointError;
 pub use gguf::{

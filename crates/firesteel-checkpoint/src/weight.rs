@@ -1,7 +1,7 @@
 use crate::blocks::dequantize;
 use crate::random::Generator;
 use crate::{CheckpointError, WeightFormat};
-use firesteel_tensor::{ConvertReport, DType, SharedBytes, TensorError, element_count};
+use firesteel_tensor::{ConvertReport, DType, SharedBytes, Tensor, TensorError, element_count};
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +23,11 @@ enum Source {
         generator: Arc<Generator>,
         /// Index of the first element in the whole tensor.
         start: usize,
+    },
+    Scaled {
+        weight: Arc<Weight>,
+        /// One factor a column.
+        factors: Arc<[f32]>,
     },
 }
 
@@ -66,6 +71,37 @@ impl Weight {
     pub(crate) fn random(name: String, shape: Vec<usize>, dtype: DType, make: Generator) -> Self {
         let source = Source::Random { generator: Arc::new(make), start: 0 };
         Self { name: name.into(), shape, format: WeightFormat::Float(dtype), source }
+    }
+
+    /// A weight of `values` in memory.
+    ///
+    /// # Errors
+    /// When `shape` has another number of elements.
+    pub fn from_f32(
+        name: &str,
+        shape: Vec<usize>,
+        values: Vec<f32>,
+    ) -> Result<Self, CheckpointError> {
+        let source = |source| CheckpointError::Convert { tensor: name.to_owned(), source };
+        let tensor = Tensor::from_f32(shape, values).map_err(source)?;
+        let piece = Piece {
+            file: format!("memory of {name}").into(),
+            offset: 0,
+            format: WeightFormat::Float(DType::F32),
+            bytes: tensor.shared_bytes().clone(),
+        };
+        Ok(Self::mapped(name.to_owned(), tensor.shape().to_vec(), vec![piece]))
+    }
+
+    /// This weight under the name `name`, each column times its factor, as f32 elements that are
+    /// made when they are read; `None` when there is not one factor a column.
+    pub fn with_scaled_columns(&self, name: &str, factors: &[f32]) -> Option<Self> {
+        (self.shape.last() == Some(&factors.len()) && !factors.is_empty()).then(|| Self {
+            name: name.into(),
+            shape: self.shape.clone(),
+            format: WeightFormat::Float(DType::F32),
+            source: Source::Scaled { weight: Arc::new(self.clone()), factors: factors.into() },
+        })
     }
 
     /// Name in the checkpoint; that of the fused tensor where the checkpoint stores its parts.
@@ -115,6 +151,7 @@ impl Weight {
         match &self.source {
             Source::Mapped(pieces) => pieces.iter().map(|piece| piece.bytes.len()).sum(),
             Source::Random { .. } => self.dtype().byte_count(&self.shape).unwrap_or(usize::MAX),
+            Source::Scaled { weight, .. } => weight.stored_bytes(),
         }
     }
 
@@ -124,7 +161,7 @@ impl Weight {
                 [piece] if piece.format == self.format => Some(&piece.bytes),
                 _ => None,
             },
-            Source::Random { .. } => None,
+            Source::Random { .. } | Source::Scaled { .. } => None,
         }
     }
 
@@ -138,6 +175,14 @@ impl Weight {
         match &self.source {
             Source::Random { generator, start } => {
                 generator.read_f32(start.saturating_add(first_element), self.dtype(), out)
+            }
+            Source::Scaled { weight, factors } => {
+                weight.read_f32(first_element, out)?;
+                let from = first_element % factors.len();
+                for (value, factor) in out.iter_mut().zip(factors.iter().cycle().skip(from)) {
+                    *value *= factor;
+                }
+                Ok(())
             }
             Source::Mapped(pieces) => {
                 let range = first_element..first_element + out.len();
@@ -176,6 +221,21 @@ impl Weight {
                 let start = start.saturating_add(first_element);
                 generator.convert(start, self.dtype(), to, out).map(|part| report.merge(part))
             }
+            Source::Scaled { .. } => {
+                let mut values = [0f32; CONVERT_BLOCK];
+                let parts =
+                    (0..count).step_by(CONVERT_BLOCK).zip(out.chunks_mut(CONVERT_BLOCK * size));
+                for (done, out) in parts {
+                    let values = &mut values[..CONVERT_BLOCK.min(count - done)];
+                    self.read_f32(first_element + done, values)?;
+                    let bytes = bytemuck::cast_slice(values);
+                    report.merge(
+                        firesteel_tensor::convert(DType::F32, bytes, to, out)
+                            .map_err(|source| self.convert_error(source))?,
+                    );
+                }
+                Ok(())
+            }
             Source::Mapped(pieces) => {
                 let range = first_element..first_element + count;
                 for_each_part(pieces, range, |piece, elements, part| {
@@ -209,6 +269,10 @@ impl Weight {
                 generator: Arc::clone(generator),
                 start: start.checked_add(first)?,
             },
+            Source::Scaled { weight, factors } => Source::Scaled {
+                weight: Arc::new(weight.rows(range.clone())?),
+                factors: Arc::clone(factors),
+            },
             Source::Mapped(pieces) => {
                 let mut taken = Vec::new();
                 let mut before = 0;
@@ -238,6 +302,13 @@ impl Weight {
         match &self.source {
             Source::Random { generator, start } => {
                 format!("{}:{}:{start}+{}", generator.key(), self.format, self.element_count())
+            }
+            Source::Scaled { weight, factors } => {
+                // FNV-1a over the factors.
+                let hash = factors.iter().fold(0xcbf2_9ce4_8422_2325u64, |hash, factor| {
+                    (hash ^ u64::from(factor.to_bits())).wrapping_mul(0x0100_0000_01b3)
+                });
+                format!("{}*{hash:016x}", weight.key())
             }
             Source::Mapped(pieces) => {
                 let mut key = String::new();

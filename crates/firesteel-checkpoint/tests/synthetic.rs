@@ -279,3 +279,56 @@ proptest! {
         prop_assert_eq!(all_values(&Checkpoint::open(&out).unwrap()), all_values(&checkpoint));
     }
 }
+
+#[test]
+fn weights_are_replaced_and_scaled_when_they_are_read() {
+    let random = RandomWeights { dtype: DType::BF16, seed: 3, outliers: false };
+    let model = Checkpoint::random(tiny(), random);
+    let (norm, table) = (model.final_norm(), model.embedding());
+    let columns = norm.element_count();
+    let factors: Vec<f32> = (0..columns).map(|column| 0.5 + column as f32 / 7.0).collect();
+    let head = table.with_scaled_columns(Checkpoint::HEAD, &factors).unwrap();
+    let gains = Weight::from_f32(norm.name(), vec![columns], factors.clone()).unwrap();
+    let changed = model.with_weights(vec![gains, head.clone()]).unwrap();
+    assert_eq!(values(changed.final_norm()), factors);
+    assert_eq!(values(changed.embedding()), values(table));
+    assert!(matches!(changed.head(), Head::Stored(_)) && !changed.config().tie_word_embeddings);
+    assert_eq!(changed.tensor_count(), model.tensor_count() + 1);
+
+    let scaled: Vec<f32> = values(table)
+        .iter()
+        .zip(factors.iter().cycle())
+        .map(|(value, factor)| value * factor)
+        .collect();
+    assert_eq!(values(&head), scaled);
+    let rows = head.rows(3..5).unwrap();
+    assert_eq!(values(&rows), scaled[3 * columns..5 * columns]);
+    let mut part = [0f32; 3];
+    head.read_f32(columns - 1, &mut part).unwrap();
+    assert_eq!(part, scaled[columns - 1..columns + 2]);
+    let whole = Weight::from_f32("whole", table.shape().to_vec(), scaled).unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        assert_eq!(bytes_as(&head, dtype), bytes_as(&whole, dtype), "{dtype}");
+    }
+    assert!(head.convert(0, DType::F16, &mut [0; 3]).is_err());
+    assert!(head.read_f32(head.element_count(), &mut part).is_err());
+    let keys = [head.key(), rows.key(), table.key(), whole.key()];
+    assert_eq!(keys.iter().collect::<HashSet<_>>().len(), keys.len());
+    assert!(table.with_scaled_columns("x", &factors[1..]).is_none());
+
+    // What is written is what was read.
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("changed");
+    write_checkpoint(&changed, WriteOptions::default(), &out, &|_, _| ()).unwrap();
+    assert_eq!(all_values(&Checkpoint::open(&out).unwrap()), all_values(&changed));
+
+    let error = |name: &str, shape: Vec<usize>, count| {
+        let weight = Weight::from_f32(name, shape, vec![0.0; count]);
+        weight.and_then(|weight| model.with_weights(vec![weight])).unwrap_err().to_string()
+    };
+    let nowhere = error("model.bias", vec![2], 2);
+    assert!(nowhere.starts_with("model.bias of shape [2] has no place in the model"), "{nowhere}");
+    assert!(error(norm.name(), vec![columns + 1], columns + 1).contains("has no place"));
+    assert!(error(Checkpoint::HEAD, vec![1, columns], columns).contains("has no place"));
+    assert!(error(norm.name(), vec![columns], 1).starts_with(norm.name()));
+}

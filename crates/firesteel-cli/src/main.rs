@@ -23,11 +23,15 @@ enum Command {
     Inspect(commands::inspect::Inspect),
     Synth(commands::synth::Synth),
     Export(commands::export::Export),
-    Quantize(commands::quantize::Quantize),
+    Calibrate(commands::calibrate::Calibrate),
+    Quantize(Box<commands::quantize::Quantize>),
+    Compile(commands::compile::Compile),
     Check(commands::check::Check),
     Generate(Box<commands::generate::Generate>),
     Bench(commands::bench::Bench),
     Setup(commands::setup::Setup),
+    #[command(hide = true)]
+    Worker(commands::worker::Worker),
 }
 
 /// What the last panic said, and where.
@@ -83,11 +87,14 @@ fn main() -> ExitCode {
         Command::Inspect(command) => command.run(&mut printer),
         Command::Synth(command) => command.run(&mut printer),
         Command::Export(command) => command.run(&mut printer),
+        Command::Calibrate(command) => command.run(&mut printer),
         Command::Quantize(command) => command.run(&mut printer),
+        Command::Compile(command) => command.run(&mut printer),
         Command::Check(command) => command.run(&mut printer),
         Command::Generate(command) => command.run(&mut printer),
         Command::Bench(command) => command.run(&mut printer),
         Command::Setup(command) => command.run(&mut printer),
+        Command::Worker(command) => command.run(),
     }));
     let mut printer = Printer::new();
     match outcome {

@@ -1,20 +1,24 @@
 //! What a path on the command line is, and how to run it.
 
+use crate::commands::worker::worker_command;
 use crate::printer::Printer;
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
-use firesteel_artifact::{Artifact, HeadRunner};
+use firesteel_artifact::{Artifact, HeadRunner, Manifest};
 use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
+use firesteel_compile::{Compiled, CompiledManifest, StepEntry};
 use firesteel_engine::{
     CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
 };
-use firesteel_generate::{ChatTemplate, GenerationConfig, Tokenizer};
+use firesteel_generate::{ChatTemplate, Conversation, GenerationConfig, Tokenizer};
+use firesteel_ort::qnn::{HtpOptions, Limits, free_memory};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
 use firesteel_tensor::TensorView;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Who executes steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -27,16 +31,39 @@ pub(crate) enum RunnerKind {
     Evaluator,
     /// ONNX Runtime on the CPU, from an artifact.
     Ort,
+    /// The emulator of the HTP, from a compiled artifact.
+    Htp,
 }
 
-/// Where ONNX Runtime is.
-#[derive(Debug, Clone, Args)]
+/// Where ONNX Runtime is, and what a process of its own may use.
+#[derive(Debug, Clone, Default, Args)]
 pub(crate) struct OrtArgs {
     /// ONNX Runtime library, or a folder that holds it; else FIRESTEEL_ORT, else what
     /// `firesteel setup ort` installed.
     #[arg(long, value_name = "PATH")]
     pub(crate) ort: Option<PathBuf>,
+    /// Memory of the process that compiles or emulates the HTP, in MiB [default: nine tenths of
+    /// what is free]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    memory_limit: Option<u64>,
+    /// Time of that process, in seconds [default: 3600]
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    time_limit: Option<u64>,
 }
+
+impl OrtArgs {
+    /// The limits of a process that compiles or emulates.
+    pub(crate) fn limits(&self) -> Limits {
+        let free = || free_memory().map_or(u64::MAX, |free| free / 10 * 9);
+        Limits {
+            memory: self.memory_limit.map_or_else(free, |mebibytes| mebibytes << 20),
+            time: Duration::from_secs(self.time_limit.unwrap_or(TIME_LIMIT)),
+        }
+    }
+}
+
+/// Seconds that a process may compile or emulate by default.
+const TIME_LIMIT: u64 = 3600;
 
 /// Who runs a sequence, and what it is to be able to besides one token a step.
 pub(crate) struct DecoderOptions<'a> {
@@ -52,17 +79,40 @@ pub(crate) struct DecoderOptions<'a> {
     pub(crate) kv: KvFormat,
 }
 
-/// A checkpoint or an artifact.
+/// A checkpoint, an artifact or a compiled one.
 pub(crate) enum Source {
     Checkpoint(Arc<Checkpoint>),
     Artifact(Box<Artifact>),
+    Compiled(Box<CompiledStep>),
+}
+
+/// A compiled artifact, and which of its steps is run.
+pub(crate) struct CompiledStep {
+    pub(crate) compiled: Compiled,
+    pub(crate) step: String,
+}
+
+impl CompiledStep {
+    /// The step's entry in the manifest.
+    pub(crate) fn entry(&self) -> anyhow::Result<&StepEntry> {
+        Ok(self.compiled.step(Some(&self.step))?)
+    }
 }
 
 impl Source {
     /// Opens what `path` is and says its warnings.
     pub(crate) fn open(path: &Path, printer: &mut Printer) -> anyhow::Result<Self> {
+        if CompiledManifest::is_in(path) {
+            let compiled = Compiled::open(path)?;
+            let step = compiled.step(None)?.name.clone();
+            return Ok(Self::Compiled(Box::new(CompiledStep { compiled, step })));
+        }
         if Artifact::is_artifact(path) {
-            return Ok(Self::Artifact(Box::new(Artifact::open(path)?)));
+            let artifact = Artifact::open(path)?;
+            if artifact.manifest().quantization.as_ref().is_some_and(|known| !known.calibrated) {
+                printer.warn("the artifact is uncalibrated: its numbers are wrong");
+            }
+            return Ok(Self::Artifact(Box::new(artifact)));
         }
         let checkpoint = Checkpoint::open(path)?;
         for warning in checkpoint.warnings() {
@@ -71,12 +121,31 @@ impl Source {
         Ok(Self::Checkpoint(Arc::new(checkpoint)))
     }
 
+    /// The manifest of an artifact, or of the step that was compiled.
+    pub(crate) fn manifest(&self) -> Option<&Manifest> {
+        match self {
+            Self::Checkpoint(_) => None,
+            Self::Artifact(artifact) => Some(artifact.manifest()),
+            Self::Compiled(step) => step.entry().ok().map(|entry| &entry.source),
+        }
+    }
+
+    /// Compares the files of an artifact with their hashes.
+    pub(crate) fn verify(&self) -> anyhow::Result<()> {
+        match self {
+            Self::Checkpoint(_) => Ok(()),
+            Self::Artifact(artifact) => Ok(artifact.verify()?),
+            Self::Compiled(step) => Ok(step.compiled.verify()?),
+        }
+    }
+
     /// The runner that this source has by itself: for a checkpoint the exact one, or the fast one.
     pub(crate) fn default_runner(&self, fast: bool) -> RunnerKind {
         match self {
             Self::Checkpoint(_) if fast => RunnerKind::Cpu,
             Self::Checkpoint(_) => RunnerKind::Engine,
             Self::Artifact(_) => RunnerKind::Evaluator,
+            Self::Compiled(_) => RunnerKind::Htp,
         }
     }
 
@@ -105,6 +174,21 @@ impl Source {
             }
             (Self::Checkpoint(_), _) => bail!(
                 "a checkpoint has no graph to run on {}; export it first, or use --runner engine",
+                name(kind)
+            ),
+            (Self::Artifact(_), RunnerKind::Htp) => {
+                bail!("the emulator of the HTP runs compiled artifacts; compile this one first")
+            }
+            (Self::Compiled(step), RunnerKind::Htp) => {
+                let options = HtpOptions {
+                    library: ort.ort.clone(),
+                    worker: worker_command()?,
+                    limits: ort.limits(),
+                };
+                Ok(step.compiled.emulator(step.entry()?, &options)?)
+            }
+            (Self::Compiled(_), _) => bail!(
+                "a compiled artifact runs on the emulator of the HTP (--runner htp), not on {}",
                 name(kind)
             ),
             (Self::Artifact(_), RunnerKind::Engine | RunnerKind::Cpu) => bail!(
@@ -140,7 +224,7 @@ impl Source {
         };
         let runner = |spec: &StepSpec| self.runner(options.kind, Some(spec), false, options.ort);
         let mut decoder = StepDecoder::new(&self.config()?, runner(spec)?, embedding)?;
-        if matches!(self, Self::Artifact(_)) {
+        if !matches!(self, Self::Checkpoint(_)) {
             return Ok(Box::new(decoder));
         }
         let prompt = options.prompt.min(spec.context);
@@ -164,6 +248,7 @@ impl Source {
                 Some(Box::new(CheckpointEmbedding::new(Arc::clone(checkpoint))))
             }
             Self::Artifact(artifact) => artifact.embedding()?.map(|table| Box::new(table) as _),
+            Self::Compiled(step) => step.compiled.embedding()?.map(|table| Box::new(table) as _),
         })
     }
 
@@ -198,7 +283,7 @@ impl Source {
     fn gguf_tokenizer(&self) -> anyhow::Result<Option<GgufTokenizer>> {
         Ok(match self {
             Self::Checkpoint(checkpoint) => checkpoint.gguf_tokenizer()?,
-            Self::Artifact(_) => None,
+            Self::Artifact(_) | Self::Compiled(_) => None,
         })
     }
 
@@ -207,6 +292,7 @@ impl Source {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint.path(),
             Self::Artifact(artifact) => Some(artifact.folder()),
+            Self::Compiled(step) => Some(step.compiled.folder()),
         }
     }
 
@@ -215,6 +301,7 @@ impl Source {
         Ok(match self {
             Self::Checkpoint(checkpoint) => checkpoint.config().clone(),
             Self::Artifact(artifact) => ModelConfig::open(artifact.folder())?.0,
+            Self::Compiled(step) => ModelConfig::open(step.compiled.folder())?.0,
         })
     }
 }
@@ -234,12 +321,26 @@ pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
+/// The conversations of a file with one on each line.
+pub(crate) fn read_chats(path: &Path) -> anyhow::Result<Vec<Conversation>> {
+    let text = read_text(path)?;
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    lines
+        .map(|(number, line)| {
+            serde_json::from_str(line).with_context(|| {
+                format!("line {} of {} is no conversation", number + 1, path.display())
+            })
+        })
+        .collect()
+}
+
 fn name(kind: RunnerKind) -> &'static str {
     match kind {
         RunnerKind::Cpu => "the CPU's kernels",
         RunnerKind::Engine => "the engine",
         RunnerKind::Evaluator => "the evaluator",
         RunnerKind::Ort => "ONNX Runtime",
+        RunnerKind::Htp => "the emulator of the HTP",
     }
 }
 
@@ -255,7 +356,7 @@ fn ort_runner(
         bail!("the manifest names no graph");
     };
     let path = artifact.graph_path(first);
-    let spec = artifact.step_spec(layer_outputs);
+    let spec = artifact.graph_spec(layer_outputs);
     let step: Box<dyn Runner> = if layer_outputs {
         // The layers' values are outputs of a copy in memory; the file stays what it is.
         let names: Vec<&str> = first.layer_hidden.iter().map(String::as_str).collect();

@@ -3,9 +3,12 @@
 use crate::engine::Observer;
 use crate::{CheckpointEmbedding, Engine, EngineError, EngineOptions};
 use firesteel_checkpoint::{Checkpoint, Head, LayerWeights, Weight};
-use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, StepOptions, StepSpec};
+use firesteel_step::{
+    CacheLayoutChoice, Embedding, KvState, Logits, Role, StepOptions, StepOutputs, StepSpec,
+};
 use firesteel_tensor::DType;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Tokens of a step: enough that widening the weights costs little.
@@ -83,6 +86,85 @@ impl Observer for Calibration {
     }
 }
 
+/// A calibration, and somebody else who looks at what the matrices are multiplied with.
+struct Watched<'a> {
+    calibration: Calibration,
+    inputs: &'a mut dyn FnMut(&Weight, &[f64]),
+}
+
+impl Observer for Watched<'_> {
+    fn product(&mut self, weight: &Weight, input: &[f64], output: &[f64]) {
+        self.calibration.product(weight, input, output);
+        (self.inputs)(weight, input);
+    }
+
+    fn residual(&mut self, added_by: &Weight, hidden: &[f64], width: usize) {
+        self.calibration.residual(added_by, hidden, width);
+    }
+}
+
+/// Somebody who looks at what the matrices are multiplied with, alone.
+struct Inputs<'a>(&'a mut dyn FnMut(&Weight, &[f64]));
+
+impl Observer for Inputs<'_> {
+    fn product(&mut self, weight: &Weight, input: &[f64], _: &[f64]) {
+        (self.0)(weight, input);
+    }
+
+    fn residual(&mut self, _: &Weight, _: &[f64], _: usize) {}
+}
+
+/// Layers that read a text.
+struct Reading<'a> {
+    checkpoint: &'a Arc<Checkpoint>,
+    layers: Range<usize>,
+    logits: Logits,
+    /// Tokens of a sequence; each begins with an empty cache.
+    sequence: usize,
+}
+
+impl Reading<'_> {
+    /// Runs over `x` `[T, H]`. `after` is told the contract and the outputs of every step.
+    fn run(
+        &self,
+        x: &[f32],
+        observer: &mut dyn Observer,
+        after: &mut dyn FnMut(&StepSpec, StepOutputs) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let config = self.checkpoint.config();
+        let width = config.hidden_size.max(1);
+        if !x.len().is_multiple_of(width) {
+            let reason = format!("{} values are not whole tokens of {width}", x.len());
+            return Err(EngineError::Calibration { reason });
+        }
+        let sequence = self.sequence.clamp(1, config.max_position_embeddings.max(1));
+        for sequence in x.chunks(sequence.saturating_mul(width)) {
+            let tokens = sequence.len() / width;
+            let options = StepOptions {
+                tokens: CHUNK.min(tokens),
+                context: tokens,
+                layers: self.layers.clone(),
+                cache_layout: CacheLayoutChoice::default(),
+                logits: self.logits,
+                dtype: DType::F32,
+            };
+            let whole = StepSpec::new(config, &options)?;
+            let mut state = KvState::new(&whole)?;
+            for x in sequence.chunks(CHUNK * width) {
+                let spec = whole.with_tokens(x.len() / width)?;
+                let engine = Engine::new(Arc::clone(self.checkpoint), EngineOptions::default());
+                let runner = engine.runner(spec.clone())?;
+                let step = state.prepare(&spec, x)?;
+                let inputs = state.inputs(&spec, &step)?;
+                let outputs = runner.observed_step(&inputs, observer)?;
+                state.commit(&spec, step, &outputs)?;
+                after(&spec, outputs)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Calibration {
     /// Runs `ids` on the reference engine, cut into sequences of `sequence` tokens, each from an
     /// empty cache. `progress` is told the tokens done. The result is the same on any number of
@@ -96,44 +178,72 @@ impl Calibration {
         sequence: usize,
         progress: &mut dyn FnMut(usize),
     ) -> Result<Self, EngineError> {
-        let config = checkpoint.config();
-        let longest = config.max_position_embeddings.max(1);
-        let sequence = sequence.clamp(1, longest);
+        Self::run_watched(checkpoint, ids, sequence, &mut |_, _| {}, progress)
+    }
+
+    /// As [`Calibration::run`], and shows `inputs` every matrix `[N, K]` together with what it is
+    /// multiplied with, `[T, K]`, in the order of the text.
+    ///
+    /// # Errors
+    /// As [`Calibration::run`].
+    pub fn run_watched(
+        checkpoint: &Arc<Checkpoint>,
+        ids: &[u32],
+        sequence: usize,
+        inputs: &mut dyn FnMut(&Weight, &[f64]),
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Self, EngineError> {
+        let calibration = Self { tokens: 0, matrices: HashMap::new(), residuals: HashMap::new() };
+        let mut watched = Watched { calibration, inputs };
         let embedding = CheckpointEmbedding::new(Arc::clone(checkpoint));
-        let mut calibration =
-            Self { tokens: 0, matrices: HashMap::new(), residuals: HashMap::new() };
-        for sequence in ids.chunks(sequence) {
-            let options = StepOptions {
-                tokens: CHUNK.min(sequence.len()),
-                context: sequence.len(),
-                layers: 0..config.num_layers(),
-                cache_layout: CacheLayoutChoice::default(),
-                logits: Logits::All,
-                dtype: DType::F32,
-            };
-            let whole = StepSpec::new(config, &options)?;
-            let mut state = KvState::new(&whole)?;
-            for part in sequence.chunks(CHUNK) {
-                let spec = whole.with_tokens(part.len())?;
-                let engine = Engine::new(Arc::clone(checkpoint), EngineOptions::default());
-                let runner = engine.runner(spec.clone())?;
-                let mut x = vec![0.0; part.len() * spec.hidden_size];
-                embedding
-                    .lookup(part, &mut x)
-                    .map_err(|error| EngineError::Calibration { reason: error.to_string() })?;
-                let step = state.prepare(&spec, &x)?;
-                let inputs = state.inputs(&spec, &step)?;
-                let outputs = runner.observed_step(&inputs, &mut calibration)?;
-                state.commit(&spec, step, &outputs)?;
-                calibration.tokens += part.len();
-                progress(calibration.tokens);
-            }
-        }
+        let mut x = vec![0.0; ids.len().saturating_mul(embedding.hidden_size())];
+        embedding
+            .lookup(ids, &mut x)
+            .map_err(|error| EngineError::Calibration { reason: error.to_string() })?;
+        let mut done = 0;
+        let mut count = |spec: &StepSpec, _: StepOutputs| {
+            done += spec.tokens;
+            progress(done);
+            Ok(())
+        };
+        let layers = 0..checkpoint.config().num_layers();
+        let reading = Reading { checkpoint, layers, logits: Logits::All, sequence };
+        reading.run(&x, &mut watched, &mut count)?;
+        let mut calibration = watched.calibration;
+        calibration.tokens = ids.len();
         if calibration.tokens == 0 {
             let reason = "the text has no tokens".into();
             return Err(EngineError::Calibration { reason });
         }
         Ok(calibration)
+    }
+
+    /// Runs one layer over `hidden` `[T, H]`, the residual stream before it, cut into sequences of
+    /// `sequence` tokens, each from an empty cache. Returns the residual stream after it, and shows
+    /// `inputs` every matrix of the layer with what it is multiplied with, in the order of the text.
+    ///
+    /// # Errors
+    /// When there is no such layer, `hidden` is not a whole number of tokens, or a weight cannot be
+    /// read.
+    pub fn run_layer(
+        checkpoint: &Arc<Checkpoint>,
+        layer: usize,
+        hidden: &[f32],
+        sequence: usize,
+        inputs: &mut dyn FnMut(&Weight, &[f64]),
+    ) -> Result<Vec<f32>, EngineError> {
+        let mut after = Vec::with_capacity(hidden.len());
+        let mut keep = |spec: &StepSpec, outputs: StepOutputs| {
+            let hidden = outputs.get(spec, Role::Hidden);
+            let hidden = hidden.ok_or(EngineError::Missing { role: Role::Hidden })?;
+            after.extend_from_slice(&hidden.view().to_f32()?);
+            Ok(())
+        };
+        let layers = layer..layer.saturating_add(1);
+        let mut watched = Inputs(inputs);
+        let reading = Reading { checkpoint, layers, logits: Logits::Hidden, sequence };
+        reading.run(hidden, &mut watched, &mut keep)?;
+        Ok(after)
     }
 
     /// Tokens that were run.

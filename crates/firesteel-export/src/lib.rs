@@ -9,7 +9,7 @@ mod options;
 mod spark;
 mod weights;
 
-pub use lint::{Finding, lint};
+pub use lint::{Finding, linear_weight, lint};
 pub use options::{Dialect, ExportOptions, Gelu, Precision};
 pub use spark::{HeadGraph, StepGraphs, WideTensors, build, head_rows};
 pub use weights::WeightSource;

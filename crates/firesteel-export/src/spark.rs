@@ -348,6 +348,21 @@ impl<'a> Builder<'a> {
         self.add(Op::Gemm, &[x, weight], name)
     }
 
+    /// The HTP's own sigmoid in half precision is right to about 2^-11 of 1 and not of the result,
+    /// so a gate that is nearly closed would keep few bits. Its tanh is right to 2^-11 of the
+    /// result: sigmoid(x) = (1 + tanh(x/2)) / 2.
+    fn sigmoid(&mut self, x: ValueId, name: &str) -> Built {
+        if (self.options.precision, self.options.dialect) != (Precision::Fp16, Dialect::Qnn) {
+            return self.add(Op::Sigmoid, &[x], name);
+        }
+        let part = |suffix: &str| format!("{name}.{suffix}");
+        let half = self.scalar("half", 0.5)?;
+        let halved = self.add(Op::Mul, &[x, half], &part("halved"))?;
+        let tanh = self.add(Op::Tanh, &[halved], &part("tanh"))?;
+        let scaled = self.add(Op::Mul, &[tanh, half], &part("scaled"))?;
+        self.add(Op::Add, &[scaled, half], name)
+    }
+
     fn gelu(&mut self, x: ValueId, name: &str) -> Built {
         let part = |suffix: &str| format!("{name}.{suffix}");
         match (self.options.gelu, self.options.dialect) {
@@ -513,7 +528,7 @@ impl<'a> Builder<'a> {
         let mixed = self.reshape(mixed, "attention.by_head", vec![1, heads, tokens, width])?;
 
         let gate = self.linear(normed, &weights.head_gate, "attention.gate_rows")?;
-        let gate = self.add(Op::Sigmoid, &[gate], "attention.gate_sigmoid")?;
+        let gate = self.sigmoid(gate, "attention.gate_sigmoid")?;
         let gate = if tokens == 1 {
             gate
         } else {

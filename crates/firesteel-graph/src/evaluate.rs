@@ -101,6 +101,19 @@ impl Evaluator {
     /// # Errors
     /// When an input has another type or shape than the graph declares.
     pub fn run(&self, inputs: &[TensorView<'_>]) -> Result<Vec<Tensor>, GraphError> {
+        self.run_tapped(inputs, &mut |_, _| ())
+    }
+
+    /// As [`run`](Self::run), and tells `tap` the elements of every input and of every value that
+    /// a node makes, in the order of execution. Only weights of a `Gemm` are not told.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn run_tapped(
+        &self,
+        inputs: &[TensorView<'_>],
+        tap: &mut dyn FnMut(ValueId, &[f64]),
+    ) -> Result<Vec<Tensor>, GraphError> {
         let graph = &self.graph;
         if inputs.len() != graph.inputs().len() {
             return Err(GraphError::InputCount {
@@ -124,6 +137,7 @@ impl Evaluator {
                 Some(_) => tensor.to_i32()?.into_iter().map(f64::from).collect(),
                 None => widen(&tensor.to_f32()?),
             };
+            tap(*id, &widened);
             values.insert(*id, Arc::new(widened));
         }
         for (node, released) in graph.nodes().iter().zip(&self.released) {
@@ -135,6 +149,7 @@ impl Evaluator {
                 if graph.value(*id).dtype == DType::F16 {
                     data.iter_mut().for_each(|v| *v = f16::from_f64(*v).to_f64());
                 }
+                tap(*id, &data);
                 values.insert(*id, Arc::new(data));
             }
             for id in released {

@@ -238,8 +238,14 @@ impl NodeReader<'_> {
                 Op::Cast { to: dtype.ok_or_else(|| format!("casts to unknown type {to}"))? }
             }
             name @ ("QuantizeLinear" | "DequantizeLinear") => {
+                if let Some(size) = attributes.int("block_size")?.filter(|size| *size != 0) {
+                    return Err(format!(
+                        "block_size is {size}: with a scale for each block the HTP computes in \
+                         float; one scale a row or a tensor is read"
+                    ));
+                }
                 for (attribute, accepted) in
-                    [("saturate", 1), ("block_size", 0), ("output_dtype", 0), ("precision", 0)]
+                    [("saturate", 1), ("output_dtype", 0), ("precision", 0)]
                 {
                     attributes.only_int(attribute, accepted, accepted)?;
                 }

@@ -1,3 +1,4 @@
+use crate::qnn::{Diagnosis, SOCS};
 use std::path::PathBuf;
 
 /// Why ONNX Runtime could not be installed, found, loaded or run.
@@ -98,14 +99,42 @@ pub enum OrtError {
         actual: String,
     },
     /// Installing failed.
-    #[error("ONNX Runtime was not installed: {reason}; {advice}{}", quoted(output))]
+    #[error("{package} was not installed: {reason}; {advice}{}", quoted(output))]
     Setup {
+        /// What was to be installed.
+        package: &'static str,
         /// What went wrong.
         reason: String,
         /// The way out.
         advice: &'static str,
         /// The last lines that the installer wrote to standard error.
         output: String,
+    },
+    /// The QNN plugin is not installed.
+    #[error("{cache} does not hold the QNN plugin; run `firesteel setup qnn` to install it there")]
+    NoQnn {
+        /// The folder that `firesteel setup qnn` fills, or why there is none.
+        cache: String,
+    },
+    /// No such chip.
+    #[error("soc {name} is not known; accepted: {}", known_socs())]
+    Soc {
+        /// The name asked for.
+        name: String,
+    },
+    /// A child process could not do its work: it failed, died, or was ended.
+    #[error("{model}: {action} {reason}{}{}", advised(.diagnoses), logged(.log))]
+    Child {
+        /// The model it worked on.
+        model: String,
+        /// What it was to do, such as `compiling`.
+        action: &'static str,
+        /// What happened.
+        reason: String,
+        /// Likely causes and what to do, from the reason and the log.
+        diagnoses: Vec<&'static Diagnosis>,
+        /// The last lines that it and its libraries wrote.
+        log: String,
     },
     /// A file operation failed; the message holds the path.
     #[error(transparent)]
@@ -114,4 +143,16 @@ pub enum OrtError {
 
 fn quoted(output: &str) -> String {
     if output.is_empty() { String::new() } else { format!("\npip wrote:\n{output}") }
+}
+
+fn known_socs() -> String {
+    SOCS.map(|soc| soc.to_string()).join(", ")
+}
+
+fn advised(diagnoses: &[&Diagnosis]) -> String {
+    diagnoses.iter().map(|diagnosis| format!("\n{diagnosis}")).collect()
+}
+
+fn logged(log: &str) -> String {
+    if log.is_empty() { String::new() } else { format!("\nits last lines:\n{log}") }
 }

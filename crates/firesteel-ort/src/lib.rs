@@ -10,6 +10,7 @@
 mod error;
 mod library;
 mod log;
+pub mod qnn;
 mod runner;
 mod session;
 mod setup;
@@ -19,4 +20,6 @@ pub use error::OrtError;
 pub use library::{OrtLibrary, find_library, load};
 pub use runner::OrtRunner;
 pub use session::{Optimization, OrtModel, OrtOptions, Port};
-pub use setup::{ONNX_RUNTIME_VERSION, SetupOptions, setup_ort};
+pub use setup::{
+    ONNX_RUNTIME_VERSION, QNN_SDK_VERSION, QNN_VERSION, SetupOptions, setup_ort, setup_qnn,
+};

@@ -1,13 +1,16 @@
+use crate::qnn::HtpModel;
+use crate::session::TensorModel;
 use crate::{OrtError, OrtModel, OrtOptions, Port};
 use firesteel_step::{Runner, RunnerError, StepInputs, StepOutputs, StepSpec, TensorSpec};
 use firesteel_tensor::Tensor;
 use std::path::Path;
 
-/// Executes steps of an ONNX file with ONNX Runtime on the CPU.
+/// Executes steps of an ONNX file with ONNX Runtime, on the CPU or on the emulator of the HTP.
 #[derive(Debug)]
 pub struct OrtRunner {
+    name: &'static str,
     spec: StepSpec,
-    model: OrtModel,
+    model: Box<dyn TensorModel>,
     /// Position in the graph of each output of the contract.
     output_order: Vec<usize>,
 }
@@ -19,7 +22,7 @@ impl OrtRunner {
     /// As [`OrtModel::open`]; also when the inputs and outputs are not exactly those of `spec`, in
     /// any order: the error names the first difference.
     pub fn open(model: &Path, spec: StepSpec, options: &OrtOptions) -> Result<Self, OrtError> {
-        Self::new(OrtModel::open(model, options)?, spec)
+        Self::new("ort", Box::new(OrtModel::open(model, options)?), spec)
     }
 
     /// Opens a model from its bytes; `folder_for_external_data` is where its data files are. This
@@ -33,13 +36,26 @@ impl OrtRunner {
         spec: StepSpec,
         options: &OrtOptions,
     ) -> Result<Self, OrtError> {
-        Self::new(OrtModel::from_bytes(model_bytes, folder_for_external_data, options)?, spec)
+        let model = OrtModel::from_bytes(model_bytes, folder_for_external_data, options)?;
+        Self::new("ort", Box::new(model), spec)
     }
 
-    fn new(model: OrtModel, spec: StepSpec) -> Result<Self, OrtError> {
+    /// Takes a compiled model on the emulator for steps of `spec`.
+    ///
+    /// # Errors
+    /// When the inputs and outputs are not exactly those of `spec`.
+    pub fn on_htp(model: HtpModel, spec: StepSpec) -> Result<Self, OrtError> {
+        Self::new("htp", Box::new(model), spec)
+    }
+
+    fn new(
+        name: &'static str,
+        model: Box<dyn TensorModel>,
+        spec: StepSpec,
+    ) -> Result<Self, OrtError> {
         matching(model.name(), "input", &spec.inputs, model.inputs())?;
         let output_order = matching(model.name(), "output", &spec.outputs, model.outputs())?;
-        Ok(Self { spec, model, output_order })
+        Ok(Self { name, spec, model, output_order })
     }
 }
 
@@ -85,7 +101,7 @@ impl Runner for OrtRunner {
     }
 
     fn name(&self) -> &str {
-        "ort"
+        self.name
     }
 
     fn settings(&self) -> Vec<(String, String)> {
@@ -103,7 +119,7 @@ impl Runner for OrtRunner {
             .map(|(spec, view)| (spec.name.as_str(), *view))
             .collect();
         let results = self.model.run(&named).map_err(|error| RunnerError::Failed {
-            runner: "ort".into(),
+            runner: self.name.into(),
             message: error.to_string(),
         })?;
         let ordered: Vec<Tensor> =

@@ -7,6 +7,7 @@ use ort::logging::LogLevel;
 use ort::session::Session;
 use ort::session::builder::{GraphOptimizationLevel, SessionBuilder};
 use ort::value::Outlet;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -33,7 +34,7 @@ pub struct OrtOptions {
 }
 
 /// An input or output of a model.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Port {
     /// Name in the graph.
     pub name: String,
@@ -67,7 +68,43 @@ impl fmt::Display for Port {
     }
 }
 
-/// A graph of tensors in a session on the CPU.
+/// What a step is run on: named tensors in, all outputs out.
+pub(crate) trait TensorModel: fmt::Debug + Send {
+    /// Path of the model, for messages.
+    fn name(&self) -> &str;
+    /// The inputs, in graph order.
+    fn inputs(&self) -> &[Port];
+    /// The outputs, in graph order.
+    fn outputs(&self) -> &[Port];
+    /// Everything that can change numbers.
+    fn settings(&self) -> &[(String, String)];
+    /// Runs on tensors in any order.
+    fn run(&mut self, inputs: &[(&str, TensorView<'_>)]) -> Result<Vec<Tensor>, OrtError>;
+}
+
+impl TensorModel for OrtModel {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn inputs(&self) -> &[Port] {
+        &self.inputs
+    }
+
+    fn outputs(&self) -> &[Port] {
+        &self.outputs
+    }
+
+    fn settings(&self) -> &[(String, String)] {
+        &self.settings
+    }
+
+    fn run(&mut self, inputs: &[(&str, TensorView<'_>)]) -> Result<Vec<Tensor>, OrtError> {
+        OrtModel::run(self, inputs)
+    }
+}
+
+/// A graph of tensors in a session.
 #[derive(Debug)]
 pub struct OrtModel {
     name: String,
@@ -138,12 +175,21 @@ impl OrtModel {
             return Err(OrtError::Threads { threads, limit: THREAD_LIMIT });
         }
         let log = SessionLog::default();
-        let session = builder(library, options, &log).and_then(commit).map_err(|error| {
-            OrtError::Session {
-                model: name.clone(),
-                action: "open the model",
-                message: log.explain(error.message()),
-            }
+        let session = builder(library, options, &log).and_then(commit);
+        Self::opened(name, session, log, settings(library, options))
+    }
+
+    /// A model from its session, or the error with what was logged.
+    pub(crate) fn opened(
+        name: String,
+        session: ort::Result<Session>,
+        log: SessionLog,
+        settings: Vec<(String, String)>,
+    ) -> Result<Self, OrtError> {
+        let session = session.map_err(|error| OrtError::Session {
+            model: name.clone(),
+            action: "open the model",
+            message: log.explain(error.message()),
         })?;
         log.release();
         let ports = |side, outlets: &[Outlet]| {
@@ -160,7 +206,6 @@ impl OrtModel {
         };
         let inputs = ports("input", session.inputs())?;
         let outputs = ports("output", session.outputs())?;
-        let settings = settings(library, options);
         Ok(Self { name, session, inputs, outputs, log, settings })
     }
 
@@ -191,7 +236,7 @@ impl OrtModel {
     /// When an input is missing, unknown, given twice or of another type or shape, or the runtime
     /// fails.
     pub fn run(&mut self, inputs: &[(&str, TensorView<'_>)]) -> Result<Vec<Tensor>, OrtError> {
-        self.check_inputs(inputs)?;
+        check_inputs(&self.name, &self.inputs, inputs)?;
         let Self { name: model, session, outputs, log, .. } = self;
         let mut values = Vec::with_capacity(inputs.len());
         for &(name, view) in inputs {
@@ -217,40 +262,41 @@ impl OrtModel {
         }
         Ok(tensors)
     }
+}
 
-    fn check_inputs(&self, inputs: &[(&str, TensorView<'_>)]) -> Result<(), OrtError> {
-        let differs = |name: &str, expected: String, actual: String| {
-            let model = self.name.clone();
-            Err(OrtError::Port { model, side: "input", name: name.to_owned(), expected, actual })
+/// Proves that every port gets one tensor that fits, and nothing else is given.
+pub(crate) fn check_inputs(
+    model: &str,
+    ports: &[Port],
+    inputs: &[(&str, TensorView<'_>)],
+) -> Result<(), OrtError> {
+    let differs = |name: &str, expected: String, actual: String| {
+        let model = model.to_owned();
+        Err(OrtError::Port { model, side: "input", name: name.to_owned(), expected, actual })
+    };
+    for port in ports {
+        let mut given = inputs.iter().filter(|(name, _)| *name == port.name);
+        let expected = port.to_string();
+        let Some((_, view)) = given.next() else {
+            return differs(&port.name, expected, "nothing".into());
         };
-        for port in &self.inputs {
-            let mut given = inputs.iter().filter(|(name, _)| *name == port.name);
-            let expected = port.to_string();
-            let Some((_, view)) = given.next() else {
-                return differs(&port.name, expected, "nothing".into());
-            };
-            if given.next().is_some() {
-                return differs(&port.name, expected, "more than one tensor".into());
-            }
-            if !port.accepts(view.dtype(), view.shape()) {
-                return differs(
-                    &port.name,
-                    expected,
-                    format!("{} {:?}", view.dtype(), view.shape()),
-                );
-            }
+        if given.next().is_some() {
+            return differs(&port.name, expected, "more than one tensor".into());
         }
-        for (name, view) in inputs {
-            if !self.inputs.iter().any(|port| port.name == *name) {
-                return differs(
-                    name,
-                    "no input of that name".into(),
-                    format!("{} {:?}", view.dtype(), view.shape()),
-                );
-            }
+        if !port.accepts(view.dtype(), view.shape()) {
+            return differs(&port.name, expected, format!("{} {:?}", view.dtype(), view.shape()));
         }
-        Ok(())
     }
+    for (name, view) in inputs {
+        if !ports.iter().any(|port| port.name == *name) {
+            return differs(
+                name,
+                "no input of that name".into(),
+                format!("{} {:?}", view.dtype(), view.shape()),
+            );
+        }
+    }
+    Ok(())
 }
 
 /// The runtime starts all threads at once, and with thousands does not come back for minutes.

@@ -3,7 +3,7 @@
 // Clippy exempts only the test functions themselves, not what they share.
 #![allow(clippy::unwrap_used)]
 
-use firesteel_ort::{OrtError, SetupOptions, setup_ort};
+use firesteel_ort::{OrtError, SetupOptions, setup_ort, setup_qnn};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -112,4 +112,24 @@ fn of_several_at_once_one_installs() {
         }
     });
     assert_eq!(runs(cache.path()), 1);
+}
+
+#[test]
+fn another_qnn_library_than_the_pinned_one_is_refused() {
+    let cache = TempDir::new().unwrap();
+    for (name, parts) in [
+        (
+            "python-other-qnn",
+            &["libonnxruntime_providers_qnn.so has SHA-256", "629dfc15", "--force"][..],
+        ),
+        ("python-works", &["onnxruntime-qnn 2.7.0 for this system has no", "Linux on x86-64"]),
+    ] {
+        let (cache, python) = (cache.path().to_owned(), Some(python(name)));
+        let options = SetupOptions { cache: cache.clone(), python, force: false };
+        let text = setup_qnn(options, &mut |_| {}).unwrap_err().to_string();
+        for part in parts {
+            assert!(text.contains(part), "{name}: {part:?} is not in {text}");
+        }
+        assert!(!cache.join("onnxruntime-qnn-2.7.0").exists(), "{name}");
+    }
 }

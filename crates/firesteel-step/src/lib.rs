@@ -2,11 +2,13 @@
 //!
 //! [`StepSpec`] names every input and output with shape, element type and [`Role`]; a [`Runner`]
 //! executes steps; [`KvState`] keeps the caches between steps and is the only code that knows how
-//! ring, rolled and growing caches are filled. A [`Decoder`] runs one sequence; [`StepDecoder`] is
+//! ring, rolled and growing caches are filled. An [`EncodedRunner`] is one on a graph that takes and
+//! gives integers. A [`Decoder`] runs one sequence; [`StepDecoder`] is
 //! one on any runners.
 
 mod bytes;
 mod decoder;
+mod encoding;
 mod kv;
 mod rope;
 mod runner;
@@ -15,6 +17,7 @@ mod step_decoder;
 
 pub use bytes::{KvBytes, kv_bytes};
 pub use decoder::{Decoder, Wanted};
+pub use encoding::{EncodedRunner, Encoding, PortEncoding};
 pub use kv::{KvState, PreparedStep};
 pub use rope::rope_tables;
 pub use runner::{Embedding, Runner, RunnerError, StepInputs, StepOutputs};

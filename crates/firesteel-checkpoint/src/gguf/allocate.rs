@@ -1,6 +1,7 @@
 //! Which matrices get more bits, if only so many are to be had.
 
 use super::write::{Buffers, Planned, SquareError, planned};
+use crate::climb::{Goal, Rung, climb};
 use crate::quantize::can_quantize;
 use crate::{Checkpoint, CheckpointError, GgufOptions, Head, WeightFormat};
 use rayon::prelude::*;
@@ -73,45 +74,11 @@ pub fn allocate(
             )?);
         }
     }
-    let left = budget - bytes as f64;
-    // Step by step what gains most for its bytes; but what is large may no longer fit then, so
-    // every first step is tried.
-    let mut best = fill(&ladders, vec![0; ladders.len()], left);
-    for (index, ladder) in ladders.iter().enumerate() {
-        for rung in 1..ladder.rungs.len() {
-            let mut start = vec![0; ladders.len()];
-            start[index] = rung;
-            let (_, cost) = ladder.change(0, rung);
-            if cost <= left {
-                let filled = fill(&ladders, start, left - cost);
-                if filled.1 < best.1 {
-                    best = filled;
-                }
-            }
-        }
-    }
-    Ok(ladders.into_iter().zip(best.0).filter_map(|(ladder, at)| ladder.raised(at)).collect())
-}
-
-/// Goes up from `at` while `left` bytes last. Returns the rungs and the harm that is left.
-fn fill(ladders: &[Ladder], mut at: Vec<usize>, mut left: f64) -> (Vec<usize>, f64) {
-    loop {
-        let affordable = ladders.iter().enumerate().filter_map(|(index, ladder)| {
-            let next = at.get(index)? + 1;
-            if next >= ladder.rungs.len() {
-                return None;
-            }
-            let (gain, cost) = ladder.change(next - 1, next);
-            (cost <= left).then_some((gain / cost, cost, index))
-        });
-        // The first of equals, so that the choice does not depend on anything else.
-        let best = affordable.reduce(|best, other| if other.0 > best.0 { other } else { best });
-        let Some((_, cost, index)) = best else { break };
-        left -= cost;
-        at[index] += 1;
-    }
-    let harm = ladders.iter().zip(&at).map(|(ladder, at)| ladder.rungs[*at].harm).sum();
-    (at, harm)
+    let counted: f64 =
+        ladders.iter().filter_map(|ladder| ladder.rungs.first()).map(|r| r.cost).sum();
+    let rungs: Vec<Vec<Rung>> = ladders.iter().map(|ladder| ladder.rungs.clone()).collect();
+    let at = climb(&rungs, Goal::Cost(budget - (bytes as f64 - counted)));
+    Ok(ladders.into_iter().zip(at).filter_map(|(ladder, at)| ladder.raised(at)).collect())
 }
 
 /// The share of each matrix in the residual stream, as far as it is known without a text.
@@ -157,14 +124,9 @@ impl Harm {
 /// The formats that a matrix can have; the first is that of the options.
 struct Ladder {
     name: String,
+    formats: Vec<WeightFormat>,
+    /// What they cost in bytes.
     rungs: Vec<Rung>,
-}
-
-/// A format of a matrix.
-struct Rung {
-    format: WeightFormat,
-    bytes: f64,
-    harm: f64,
 }
 
 impl Ladder {
@@ -175,32 +137,26 @@ impl Ladder {
     ) -> Result<Self, CheckpointError> {
         let weight = &tensor.weight;
         let rung = |tensor: &Planned| -> Result<Rung, CheckpointError> {
-            let (format, bytes) = (tensor.format, tensor.bytes as f64);
-            Ok(Rung { format, bytes, harm: harm.of(tensor)? })
+            Ok(Rung { cost: tensor.bytes as f64, harm: harm.of(tensor)? })
         };
-        let mut rungs = vec![rung(tensor)?];
+        let (mut formats, mut rungs) = (vec![tensor.format], vec![rung(tensor)?]);
         for format in STEPS {
             let fits = tensor.columns().is_multiple_of(format.block_elements());
             if fits && can_quantize(format) {
                 let planned = Planned::new(weight, format, options)?;
                 if planned.bytes > tensor.bytes {
+                    formats.push(format);
                     rungs.push(rung(&planned)?);
                 }
             }
         }
-        Ok(Self { name: weight.name().to_owned(), rungs })
-    }
-
-    /// What going from one rung to another gains and costs.
-    fn change(&self, from: usize, to: usize) -> (f64, f64) {
-        let (from, to) = (&self.rungs[from], &self.rungs[to]);
-        (from.harm - to.harm, to.bytes - from.bytes)
+        Ok(Self { name: weight.name().to_owned(), formats, rungs })
     }
 
     fn raised(self, at: usize) -> Option<Raised> {
-        let (from, to) = (self.rungs.first()?, self.rungs.get(at)?);
-        let harm = [from.harm, to.harm];
-        let raised = Raised { name: self.name, from: from.format, to: to.format, harm };
+        let (from, to) = (*self.formats.first()?, *self.formats.get(at)?);
+        let harm = [self.rungs.first()?.harm, self.rungs.get(at)?.harm];
+        let raised = Raised { name: self.name, from, to, harm };
         (at > 0).then_some(raised)
     }
 }

@@ -1,20 +1,23 @@
 mod fidelity;
 
 use self::fidelity::FidelityArgs;
-use crate::printer::{Printer, table};
-use crate::source::{OrtArgs, RunnerKind, Source, read_text};
+use crate::printer::{Printer, mebibytes, table};
+use crate::source::{CompiledStep, OrtArgs, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::{Args, Parser};
 use firesteel_artifact::Manifest;
 use firesteel_check::{CheckOptions, CheckReport, Feed, Snr, compare};
-use firesteel_export::{Gelu, Precision};
+use firesteel_compile::Measured;
+use firesteel_export::{ExportOptions, Gelu, Precision};
 use firesteel_generate::AddedTokens;
 use firesteel_step::{
     Embedding, KvState, Logits, Role, Runner, RunnerError, StepError, StepOptions, StepSpec,
 };
 use firesteel_tensor::DType;
+use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 /// Compare two runners on the same tokens.
 ///
@@ -32,6 +35,12 @@ pub(crate) struct Check {
     args: CheckArgs,
     #[command(flatten)]
     fidelity: FidelityArgs,
+    /// The step of a compiled artifact: decode, prefill-T [default: its first]
+    #[arg(long, value_name = "NAME")]
+    graph: Option<String>,
+    /// Write the result into the manifest of the compiled artifact that is checked
+    #[arg(long)]
+    record: bool,
     /// Print a JSON report
     #[arg(long)]
     json: bool,
@@ -63,7 +72,8 @@ pub(crate) struct CheckArgs {
     #[arg(long, value_name = "N", default_value_t = 16)]
     greedy_prompt: usize,
     /// SNR in dB that logits, entries and the state after each layer must reach, each over all
-    /// steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU]
+    /// steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for
+    /// 8-bit weights, 10 for 4-bit weights or 8-bit activations]
     #[arg(long, value_name = "DB", allow_negative_numbers = true)]
     min_snr: Option<f64>,
     /// Logit gap below which a greedy choice is a tie
@@ -103,7 +113,16 @@ said, and write down both answers.";
 
 impl Check {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let test = Source::open(&self.path, printer)?;
+        let mut test = Source::open(&self.path, printer)?;
+        if let Some(name) = &self.graph {
+            let Source::Compiled(step) = &mut test else {
+                bail!("--graph goes with a compiled artifact");
+            };
+            step.step.clone_from(&step.compiled.step(Some(name))?.name);
+        }
+        if self.record && !matches!(test, Source::Compiled(_)) {
+            bail!("--record goes with a compiled artifact");
+        }
         let reference = Source::open(&self.against, printer)?;
         if self.fidelity.wanted() {
             let report = self.fidelity.run(&test, &reference, &self.args, printer)?;
@@ -114,11 +133,126 @@ impl Check {
             return Ok(ExitCode::from(u8::from(!report.passed)));
         }
         let report = check_and_print(&test, &reference, &self.args, !self.json, printer)?;
-        if self.json {
-            printer.json(&report)?;
+        let passed = report.passed;
+        let Source::Compiled(step) = &mut test else {
+            if self.json {
+                printer.json(&report)?;
+            }
+            return Ok(ExitCode::from(u8::from(!passed)));
+        };
+        let verdicts = Verdicts::new(step, &report)?;
+        if self.record {
+            step.compiled.record(&step.step, measured(&report))?;
         }
-        Ok(ExitCode::from(u8::from(!report.passed)))
+        if self.json {
+            printer.json(&CompiledReport { verdicts, report })?;
+        } else {
+            for (name, verdict) in verdicts.lines() {
+                printer.line(format!("{name}: {verdict}"))?;
+            }
+        }
+        Ok(ExitCode::from(u8::from(!passed)))
     }
+}
+
+/// A comparison of a compiled step, and what follows from it.
+#[derive(Debug, Serialize)]
+struct CompiledReport {
+    verdicts: Verdicts,
+    #[serde(flatten)]
+    report: CheckReport,
+}
+
+/// Four questions that have nothing to do with each other, and never one answer.
+#[derive(Debug, Serialize)]
+struct Verdicts {
+    compiled: String,
+    placed: String,
+    numerically_right: String,
+    speed: String,
+}
+
+impl Verdicts {
+    fn new(step: &CompiledStep, report: &CheckReport) -> anyhow::Result<Self> {
+        let (manifest, parts) = (step.compiled.manifest(), &step.entry()?.parts);
+        let bytes: u64 = parts.iter().map(|part| part.binary_bytes).sum();
+        let ops: usize = parts.iter().map(|part| part.audit.qnn_ops.values().sum::<usize>()).sum();
+        let findings: usize = parts.iter().map(|part| part.audit.findings.len()).sum();
+        let s = if parts.len() == 1 { "" } else { "s" };
+        Ok(Self {
+            compiled: format!(
+                "for {}, {} part{s}, {}, by QNN SDK {}",
+                manifest.target.soc,
+                parts.len(),
+                mebibytes(bytes),
+                manifest.libraries.qnn_sdk
+            ),
+            placed: match findings {
+                0 => format!("all of {ops} ops on the HTP, each what the graph says"),
+                _ => format!("{ops} ops on the HTP, {findings} findings of the audit allowed"),
+            },
+            numerically_right: format!(
+                "{} on the emulator: {} against {}, the bar is {} dB",
+                if report.passed { "yes" } else { "NO" },
+                decibels(&report.output),
+                report.reference,
+                report.min_snr
+            ),
+            speed: "unknown here: the emulator's time says nothing about a device".into(),
+        })
+    }
+
+    fn lines(&self) -> [(&'static str, &str); 4] {
+        [
+            ("compiled", &self.compiled),
+            ("placed", &self.placed),
+            ("numerically right", &self.numerically_right),
+            ("speed", &self.speed),
+        ]
+    }
+}
+
+/// What the manifest keeps of a comparison.
+fn measured(report: &CheckReport) -> Measured {
+    Measured {
+        reference: report.reference.clone(),
+        tokens: report.tokens,
+        output_db: report.output.db,
+        entries_db: report.entries.db,
+        top1: report.logits.as_ref().and_then(|logits| logits.top1),
+        kl_mean: report.logits.as_ref().map(|logits| logits.kl_mean),
+        greedy: report
+            .greedy
+            .as_ref()
+            .map(|greedy| (greedy.agreed, greedy.tokens.len() - greedy.ties)),
+    }
+}
+
+/// Runs one step of zeros on the emulator and says how long all will take, before they begin.
+fn estimate(
+    runner: &mut dyn Runner,
+    steps: usize,
+    limit: Duration,
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
+    let spec = runner.spec().clone();
+    let state = KvState::new(&spec)?;
+    let step = state.prepare(&spec, &vec![0.0; spec.tokens * spec.hidden_size])?;
+    let started = Instant::now();
+    runner.step(&state.inputs(&spec, &step)?)?;
+    let one = started.elapsed();
+    let all = one.saturating_mul(u32::try_from(steps).unwrap_or(u32::MAX));
+    let seconds = |time: Duration| format!("{} s", time.as_secs_f64().ceil());
+    let text = format!(
+        "emulating {steps} steps takes about {}, the limit is {}",
+        seconds(all),
+        seconds(limit)
+    );
+    if all > limit {
+        bail!("{text}; give fewer --steps and --greedy, or a larger --time-limit");
+    }
+    printer.talk(&text);
+    Ok(())
 }
 
 /// Compares `test` with `reference` and prints the result if `print`.
@@ -133,11 +267,9 @@ pub(crate) fn check_and_print(
     let test_kind = args.runner.unwrap_or(test.default_runner(false));
     let reference_kind = args.against_runner.unwrap_or(reference.default_runner(false));
     // The step is the artifact's; a checkpoint follows it, in f32.
-    let contract = match (test, reference) {
-        (Source::Artifact(artifact), _) | (_, Source::Artifact(artifact)) => {
-            artifact.manifest().contract()?
-        }
-        _ => checkpoint_contract(test)?,
+    let contract = match test.manifest().or(reference.manifest()) {
+        Some(manifest) => manifest.contract()?,
+        None => checkpoint_contract(test)?,
     };
     let spec = as_f32(&contract)?;
     let mut left = reference.runner(reference_kind, Some(&spec), layers, &args.ort)?;
@@ -151,9 +283,7 @@ pub(crate) fn check_and_print(
         }
     }
     for source in [test, reference] {
-        if let Source::Artifact(artifact) = source {
-            artifact.verify()?;
-        }
+        source.verify()?;
     }
     let options = CheckOptions {
         steps: Some(args.steps),
@@ -163,6 +293,12 @@ pub(crate) fn check_and_print(
         min_snr,
     };
     let mut feed = feed(&spec, reference, test)?;
+    if test_kind == RunnerKind::Htp {
+        let forced = args.steps.min(ids.len()).min(spec.context) / spec.tokens;
+        let prompt = args.greedy_prompt.div_ceil(spec.tokens);
+        let greedy = if args.greedy > 0 { prompt + args.greedy } else { 0 };
+        estimate(right.as_mut(), forced + greedy, args.ort.limits().time, printer)?;
+    }
     let report = compare(left.as_mut(), right.as_mut(), feed.as_mut(), &ids, &options)?;
     if report.tokens < ids.len().min(args.steps) {
         printer.warn(&format!(
@@ -210,17 +346,16 @@ fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
     } else {
         110.0
     };
-    let bar = |manifest: &Manifest| match (manifest.options.gelu, manifest.options.precision) {
-        (Gelu::Exact, Precision::Fp32) => wide,
-        (Gelu::Exact, Precision::Fp16) => 40.0,
-        _ => 35.0,
+    let bar = |manifest: &Manifest| match (&manifest.quantization, &manifest.options) {
+        (Some(known), _) if known.bits_per_weight >= 8.0 && known.scheme != "w8a8" => 30.0,
+        (Some(_), _) => 10.0,
+        (None, ExportOptions { gelu: Gelu::Exact, precision: Precision::Fp32, .. }) => wide,
+        (None, ExportOptions { gelu: Gelu::Exact, precision: Precision::Fp16, .. }) => 40.0,
+        (None, _) => 35.0,
     };
     sources
         .into_iter()
-        .map(|source| match source {
-            Source::Artifact(artifact) => bar(artifact.manifest()),
-            Source::Checkpoint(_) => wide,
-        })
+        .map(|source| source.manifest().map_or(wide, bar))
         .fold(f64::INFINITY, f64::min)
 }
 
@@ -261,7 +396,7 @@ fn token_ids(
 }
 
 /// Ids all over the vocabulary, for models without a tokenizer.
-fn spread_ids(count: usize, vocabulary: usize) -> Vec<u32> {
+pub(crate) fn spread_ids(count: usize, vocabulary: usize) -> Vec<u32> {
     // A multiplicative hash (Knuth) of the index.
     (0..count as u64)
         .map(|i| {
@@ -297,7 +432,7 @@ fn feed(spec: &StepSpec, reference: &Source, test: &Source) -> anyhow::Result<Bo
                     dtype: DType::F32,
                 },
             )?;
-            let ort = OrtArgs { ort: None };
+            let ort = OrtArgs::default();
             let runner = source.runner(RunnerKind::Engine, Some(&before), false, &ort)?;
             let embedding = source.embedding()?.context("a checkpoint has an embedding")?;
             let state = KvState::new(&before)?;
@@ -353,7 +488,7 @@ impl Feed for SliceFeed {
     }
 }
 
-fn decibels(snr: &Snr) -> String {
+pub(crate) fn decibels(snr: &Snr) -> String {
     match snr.db {
         Some(db) => format!("{db:.1} dB"),
         None if snr.identical => "identical".into(),

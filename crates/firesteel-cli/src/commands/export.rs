@@ -3,7 +3,7 @@ use crate::printer::{Printer, mebibytes};
 use crate::progress::Progress;
 use crate::source::Source;
 use anyhow::bail;
-use clap::{Args, ValueEnum};
+use clap::{Args, Parser, ValueEnum};
 use firesteel_artifact::{ExportRequest, HeadSource, Manifest, export};
 use firesteel_check::CheckReport;
 use firesteel_checkpoint::{Checkpoint, LayerKind, ModelConfig, RandomWeights};
@@ -28,42 +28,20 @@ pub(crate) struct Export {
     /// Folder to write
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Entries of a full-attention layer's cache
-    #[arg(long, value_name = "N", default_value_t = 1024)]
-    context: usize,
-    /// Layers: all, sliding or full (the first layer of that type), or A:B
-    #[arg(long, value_name = "all|sliding|full|A:B", default_value = "all")]
-    layers: String,
-    /// Leave out the final norm and the vocabulary projection; the output is `hidden`
-    #[arg(long, conflicts_with = "logits")]
-    no_lm_head: bool,
-    /// How sliding layers keep their window; auto is ring for sliding and roll for full layers
-    #[arg(long, value_enum, default_value_t = Layout::Auto)]
-    cache_layout: Layout,
-    /// Form of the GELU activation; the checkpoints were trained with exact
-    #[arg(long, value_enum, default_value_t = GeluForm::Exact)]
-    gelu: GeluForm,
+    #[command(flatten)]
+    step: StepArgs,
     /// Number format of weights, activations, inputs and outputs
     #[arg(long, value_enum, default_value_t = Format::Fp32)]
     precision: Format,
     /// Who reads the graph: portable (opset 18, decomposed) or qnn (opset 23, fused spellings)
     #[arg(long, value_enum, default_value_t = Reader::Portable)]
     dialect: Reader,
-    /// Tokens of a step: 1 decodes, more prefill
-    #[arg(long, value_name = "T", default_value_t = 1)]
-    tokens: usize,
-    /// Logits of the last token or of all tokens of a step
-    #[arg(long, value_enum, default_value_t = LogitsOf::Last)]
-    logits: LogitsOf,
     /// Random weights of the config's shape, for profiling
     #[arg(long)]
     random_weights: bool,
     /// Start of the random weights
     #[arg(long, default_value_t = 0, requires = "random_weights")]
     seed: u64,
-    /// Write the vocabulary projection as N graphs of their own
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    head_shards: usize,
     /// Also write the embedding table as a raw file for hosts
     #[arg(long)]
     embedding: bool,
@@ -78,6 +56,92 @@ pub(crate) struct Export {
     json: bool,
 }
 
+/// Which step of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Args)]
+pub(crate) struct StepArgs {
+    /// Entries of a full-attention layer's cache
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub(crate) context: usize,
+    /// Layers: all, sliding or full (the first layer of that type), or A:B
+    #[arg(long, value_name = "all|sliding|full|A:B", default_value = "all")]
+    pub(crate) layers: String,
+    /// Leave out the final norm and the vocabulary projection; the output is `hidden`
+    #[arg(long, conflicts_with = "logits")]
+    pub(crate) no_lm_head: bool,
+    /// How sliding layers keep their window; auto is ring for sliding and roll for full layers
+    #[arg(long, value_enum, default_value_t = Layout::Auto)]
+    cache_layout: Layout,
+    /// Form of the GELU activation; the checkpoints were trained with exact
+    #[arg(long, value_enum, default_value_t = GeluForm::Exact)]
+    pub(crate) gelu: GeluForm,
+    /// Tokens of a step: 1 decodes, more prefill
+    #[arg(long, value_name = "T", default_value_t = 1)]
+    tokens: usize,
+    /// Logits of the last token or of all tokens of a step
+    #[arg(long, value_enum, default_value_t = LogitsOf::Last)]
+    logits: LogitsOf,
+    /// Write the vocabulary projection as N graphs of their own
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    head_shards: usize,
+}
+
+impl Default for StepArgs {
+    /// What an empty command line gives.
+    fn default() -> Self {
+        #[derive(Parser)]
+        struct Alone {
+            #[command(flatten)]
+            step: StepArgs,
+        }
+        Alone::parse_from(["step"]).step
+    }
+}
+
+impl StepArgs {
+    /// The options of a step of a model with `config`. Doubtful ones are warned about.
+    pub(crate) fn options(
+        &self,
+        config: &ModelConfig,
+        precision: Precision,
+        dialect: Dialect,
+        printer: &mut Printer,
+    ) -> anyhow::Result<ExportOptions> {
+        let layers = layer_range(&self.layers, config)?;
+        if self.context > config.max_position_embeddings {
+            printer.warn(&format!(
+                "--context {} is beyond the {} positions that the model claims",
+                self.context, config.max_position_embeddings
+            ));
+        }
+        let logits = match (self.no_lm_head, self.logits) {
+            (true, _) => Logits::Hidden,
+            (false, LogitsOf::Last) => Logits::Last,
+            (false, LogitsOf::All) => Logits::All,
+        };
+        if logits != Logits::Hidden && layers != (0..config.num_layers()) {
+            printer.warn(&format!(
+                "the logits of layers {}:{} alone are not the model's; --no-lm-head leaves them out",
+                layers.start, layers.end
+            ));
+        }
+        Ok(ExportOptions {
+            tokens: self.tokens,
+            context: self.context,
+            layers,
+            cache_layout: match self.cache_layout {
+                Layout::Auto => CacheLayoutChoice::Auto,
+                Layout::Ring => CacheLayoutChoice::Ring,
+                Layout::Roll => CacheLayoutChoice::Roll,
+            },
+            logits,
+            gelu: self.gelu.gelu(),
+            precision,
+            dialect,
+            head_shards: self.head_shards,
+        })
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Layout {
     Auto,
@@ -86,10 +150,20 @@ enum Layout {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum GeluForm {
+pub(crate) enum GeluForm {
     Exact,
     Tanh,
     Sigmoid,
+}
+
+impl GeluForm {
+    pub(crate) fn gelu(self) -> Gelu {
+        match self {
+            Self::Exact => Gelu::Exact,
+            Self::Tanh => Gelu::Tanh,
+            Self::Sigmoid => Gelu::Sigmoid,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -137,50 +211,15 @@ struct Report {
 impl Export {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let (checkpoint, random_seed) = self.open(printer)?;
-        let config = checkpoint.config();
-        let layers = layer_range(&self.layers, config)?;
-        if self.context > config.max_position_embeddings {
-            printer.warn(&format!(
-                "--context {} is beyond the {} positions that the model claims",
-                self.context, config.max_position_embeddings
-            ));
-        }
-        let logits = match (self.no_lm_head, self.logits) {
-            (true, _) => Logits::Hidden,
-            (false, LogitsOf::Last) => Logits::Last,
-            (false, LogitsOf::All) => Logits::All,
+        let precision = match self.precision {
+            Format::Fp32 => Precision::Fp32,
+            Format::Fp16 => Precision::Fp16,
         };
-        if logits != Logits::Hidden && layers != (0..config.num_layers()) {
-            printer.warn(&format!(
-                "the logits of layers {}:{} alone are not the model's; --no-lm-head leaves them out",
-                layers.start, layers.end
-            ));
-        }
-        let options = ExportOptions {
-            tokens: self.tokens,
-            context: self.context,
-            layers,
-            cache_layout: match self.cache_layout {
-                Layout::Auto => CacheLayoutChoice::Auto,
-                Layout::Ring => CacheLayoutChoice::Ring,
-                Layout::Roll => CacheLayoutChoice::Roll,
-            },
-            logits,
-            gelu: match self.gelu {
-                GeluForm::Exact => Gelu::Exact,
-                GeluForm::Tanh => Gelu::Tanh,
-                GeluForm::Sigmoid => Gelu::Sigmoid,
-            },
-            precision: match self.precision {
-                Format::Fp32 => Precision::Fp32,
-                Format::Fp16 => Precision::Fp16,
-            },
-            dialect: match self.dialect {
-                Reader::Portable => Dialect::Portable,
-                Reader::Qnn => Dialect::Qnn,
-            },
-            head_shards: self.head_shards,
+        let dialect = match self.dialect {
+            Reader::Portable => Dialect::Portable,
+            Reader::Qnn => Dialect::Qnn,
         };
+        let options = self.step.options(checkpoint.config(), precision, dialect, printer)?;
         let bar = Progress::new("exporting");
         let request = ExportRequest {
             checkpoint: &checkpoint,
@@ -248,7 +287,7 @@ pub(crate) fn threads() -> usize {
 }
 
 /// The layers that `--layers` names.
-fn layer_range(text: &str, config: &ModelConfig) -> anyhow::Result<Range<usize>> {
+pub(crate) fn layer_range(text: &str, config: &ModelConfig) -> anyhow::Result<Range<usize>> {
     let first = |kind: LayerKind| match config.layer_types.iter().position(|k| *k == kind) {
         Some(layer) => Ok(layer..layer + 1),
         None => bail!("--layers {text}: the model has no {kind} layer"),

@@ -235,9 +235,9 @@ impl Generate {
         config: &ModelConfig,
         prompt: usize,
     ) -> anyhow::Result<StepSpec> {
-        let spec = match source {
-            Source::Artifact(artifact) => artifact.manifest().contract()?,
-            Source::Checkpoint(_) => {
+        let spec = match source.manifest() {
+            Some(manifest) => manifest.contract()?,
+            None => {
                 let room = prompt.saturating_add(self.max_tokens).max(PREFILL);
                 let wanted = if self.interactive { room.max(CHAT_CONTEXT) } else { room };
                 let context = wanted.min(config.max_position_embeddings);

@@ -1,18 +1,20 @@
+use super::compile::print_compiled;
 use crate::printer::{Printer, mebibytes, table};
 use anyhow::Context as _;
 use clap::Args;
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_checkpoint::{Checkpoint, Head, LayerKind, ModelConfig, Weight};
-use firesteel_step::{CacheLayoutChoice, kv_bytes};
+use firesteel_compile::{Compiled, CompiledManifest};
+use firesteel_step::{CacheLayoutChoice, Encoding, PortEncoding, kv_bytes};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Show what a checkpoint, a config.json or an artifact is.
+/// Show what a checkpoint, a config.json, an artifact or a compiled artifact is.
 #[derive(Debug, Args)]
 pub(crate) struct Inspect {
-    /// Checkpoint folder, GGUF file, config.json or artifact folder
+    /// Checkpoint folder, GGUF file, config.json, artifact or compiled artifact
     path: PathBuf,
     /// Contexts to give the KV cache's memory for
     #[arg(long, value_name = "N,N,…", value_delimiter = ',')]
@@ -120,6 +122,19 @@ const KV_ELEMENT_BYTES: usize = 2;
 
 impl Inspect {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        if CompiledManifest::is_in(&self.path) {
+            let compiled = Compiled::open(&self.path)?;
+            if self.verify {
+                compiled.verify()?;
+                printer.talk("all files are what was written");
+            }
+            if self.json {
+                printer.json(compiled.manifest())?;
+            } else {
+                print_compiled(&compiled, printer)?;
+            }
+            return Ok(ExitCode::SUCCESS);
+        }
         if Artifact::is_artifact(&self.path) {
             let artifact = Artifact::open(&self.path)?;
             if self.verify {
@@ -406,6 +421,20 @@ fn print_artifact(manifest: &Manifest, printer: &mut Printer) -> anyhow::Result<
     ))?;
     if let Some(seed) = manifest.model.random_seed {
         printer.line(format!("random weights (seed {seed}): for profiling only"))?;
+    }
+    if let Some(known) = &manifest.quantization {
+        printer.line(format!(
+            "quantized: {} with {} keys and values, {:.2} bits a weight, {}",
+            known.scheme,
+            known.kv,
+            known.bits_per_weight,
+            if known.calibrated { "calibrated" } else { "UNCALIBRATED: its numbers are wrong" }
+        ))?;
+        for PortEncoding { name, encoding } in &known.ports {
+            let Encoding { dtype, scale, zero_point } = encoding;
+            let numbers = format!("{dtype}, scale {scale:e}, zero point {zero_point}");
+            printer.line(format!("{name} in the graph: {numbers}"))?;
+        }
     }
     let mut rows = vec![["tensor", "dtype", "shape"].map(str::to_owned).to_vec()];
     for tensor in step.inputs.iter().chain(&step.outputs) {

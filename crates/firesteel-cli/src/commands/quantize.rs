@@ -1,3 +1,6 @@
+mod graph;
+
+use self::graph::{GraphArgs, GraphRequest};
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
 use crate::source::{Source, read_text};
@@ -16,40 +19,47 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Write a checkpoint as a GGUF file, quantized or not.
+/// Write a model quantized: as a GGUF file (--format), or as a step's graph in integers (--scheme).
 ///
-/// The scale of every block is searched for the least error. Norms and the head-wise gate stay
-/// floats. With --calibrate the columns count by what they meet in a text; with --bits the
-/// matrices that do most harm get larger formats. The file has the standard types and metadata,
-/// and appears complete or not at all.
+/// With --format the scale of every block is searched for the least error. Norms and the head-wise
+/// gate stay floats. With --calibrate the columns count by what they meet in a text; with --bits the
+/// matrices that do most harm get larger formats. The file has the standard types and metadata.
+///
+/// With --scheme the output is an artifact in the qnn dialect whose operators stand between
+/// DequantizeLinear and QuantizeLinear. The ranges of its values come from `firesteel calibrate`.
+///
+/// Either appears complete or not at all.
 #[derive(Debug, Args)]
 pub(crate) struct Quantize {
-    /// Checkpoint folder or GGUF file
+    /// Checkpoint folder or GGUF file; with --scheme also an artifact
     checkpoint: PathBuf,
+    #[command(flatten)]
+    graph: GraphArgs,
     /// Format of the matrices
-    #[arg(long, value_enum)]
-    format: Format,
+    #[arg(long, value_enum, required_unless_present = "scheme", conflicts_with = "scheme")]
+    format: Option<Format>,
     /// Format of the embedding and the head [default: that of the matrices]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, conflicts_with = "scheme")]
     head: Option<Format>,
     /// Format of the matrices with a name like GLOB, such as '*.mlp.down_proj.*=q6_k'; may be
     /// repeated, and the last that fits counts
-    #[arg(long, value_name = "GLOB=FORMAT", value_parser = tensor_format)]
+    #[arg(long, value_name = "GLOB=FORMAT", value_parser = tensor_format, conflicts_with = "scheme")]
     tensor: Vec<(Pattern, WeightFormat)>,
-    /// Bits for each weight that larger formats may fill [default: none; for q4_k_m what the head
-    /// and half of the qkv and down projections would take in q6_k]
+    /// Bits for each weight that larger formats may fill, or 8-bit matrices of --scheme mixed
+    /// [default: none; for q4_k_m what the head and half of the qkv and down projections would take
+    /// in q6_k]
     #[arg(long, value_name = "BITS")]
     bits: Option<f64>,
     /// Text files that the model reads to learn which columns matter
-    #[arg(long, value_name = "FILE", num_args = 1..)]
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "scheme")]
     calibrate: Vec<PathBuf>,
     /// Most tokens of the calibration
     #[arg(long, value_name = "N", default_value_t = 8192)]
     calibrate_tokens: usize,
-    /// GGUF file to write
-    #[arg(long, value_name = "FILE")]
+    /// GGUF file, or folder of the artifact, to write
+    #[arg(long, value_name = "FILE|DIR")]
     out: PathBuf,
-    /// Replace an existing GGUF file
+    /// Replace an existing GGUF file or artifact
     #[arg(long)]
     force: bool,
     /// Print JSON
@@ -167,6 +177,17 @@ const WORST: usize = 8;
 impl Quantize {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let source = Source::open(&self.checkpoint, printer)?;
+        let Some(format) = self.format else {
+            let request = GraphRequest {
+                args: &self.graph,
+                bits: self.bits,
+                out: &self.out,
+                force: self.force,
+                json: self.json,
+            };
+            return request.run(&source, printer);
+        };
+        self.graph.refuse()?;
         let Source::Checkpoint(checkpoint) = &source else {
             bail!("{} is an artifact; quantize its checkpoint", self.checkpoint.display());
         };
@@ -182,9 +203,9 @@ impl Quantize {
             formats: Some(&chosen),
             importance: Some(&importance),
             replace: self.force,
-            ..GgufOptions::new(self.format.weight_format())
+            ..GgufOptions::new(format.weight_format())
         };
-        let mixed = self.format == Format::Q4KM;
+        let mixed = format == Format::Q4KM;
         let bits = self.bits.or_else(|| mixed.then(|| mixed_bits(checkpoint)));
         let raised = match bits {
             Some(bits) => {

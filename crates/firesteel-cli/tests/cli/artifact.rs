@@ -1314,7 +1314,7 @@ fn operators_of_each_dialect() {
     "#);
     insta::assert_snapshot!(op_counts(&["--dialect", "qnn", "--precision", "fp16"]), @r#"
     opset 23, f16
-    40 Add, 36 Concat, 8 Gelu, 49 Gemm, 16 MatMul, 56 Mul, 16 Neg, 17 RMSNormalization, 57 Reshape, 8 Sigmoid, 8 Softmax, 28 Split, 8 Transpose
+    48 Add, 36 Concat, 8 Gelu, 49 Gemm, 16 MatMul, 72 Mul, 16 Neg, 17 RMSNormalization, 57 Reshape, 8 Softmax, 28 Split, 8 Tanh, 8 Transpose
     "every tensor is f16; RMSNormalization accumulates in f32 inside the op (stash_type 1)"
     "#);
     insta::assert_snapshot!(op_counts(&["--dialect", "qnn", "--gelu", "tanh"]), @r#"

@@ -57,15 +57,17 @@ fn help_of_the_program() {
     Usage: firesteel <COMMAND>
 
     Commands:
-      inspect   Show what a checkpoint, a config.json or an artifact is
-      synth     Write a checkpoint of a published shape with random weights
-      export    Write the static decode-step graph of a checkpoint
-      quantize  Write a checkpoint as a GGUF file, quantized or not
-      check     Compare two runners on the same tokens
-      generate  Generate text
-      bench     Measure this program on this machine
-      setup     Install a pinned library into the cache folder
-      help      Print this message or the help of the given subcommand(s)
+      inspect    Show what a checkpoint, a config.json, an artifact or a compiled artifact is
+      synth      Write a checkpoint of a published shape with random weights
+      export     Write the static decode-step graph of a checkpoint
+      calibrate  Learn the ranges of a step's values from text
+      quantize   Write a model quantized: as a GGUF file (--format), or as a step's graph in integers (--scheme)
+      compile    Compile artifacts for the NPU of a phone and audit what the compiler made of them
+      check      Compare two runners on the same tokens
+      generate   Generate text
+      bench      Measure this program on this machine
+      setup      Install a pinned library into the cache folder
+      help       Print this message or the help of the given subcommand(s)
 
     Options:
       -h, --help     Print help
@@ -77,12 +79,12 @@ fn help_of_the_program() {
 #[test]
 fn help_of_inspect() {
     assert_snapshot!(help(&["inspect"]), @"
-    Show what a checkpoint, a config.json or an artifact is
+    Show what a checkpoint, a config.json, an artifact or a compiled artifact is
 
     Usage: firesteel inspect [OPTIONS] <PATH>
 
     Arguments:
-      <PATH>  Checkpoint folder, GGUF file, config.json or artifact folder
+      <PATH>  Checkpoint folder, GGUF file, config.json, artifact or compiled artifact
 
     Options:
           --context <N,N,…>  Contexts to give the KV cache's memory for [default: 4096 32768 131072 1048576]
@@ -172,6 +174,22 @@ fn help_of_export() {
               [default: exact]
               [possible values: exact, tanh, sigmoid]
 
+          --tokens <T>
+              Tokens of a step: 1 decodes, more prefill
+
+              [default: 1]
+
+          --logits <LOGITS>
+              Logits of the last token or of all tokens of a step
+
+              [default: last]
+              [possible values: last, all]
+
+          --head-shards <N>
+              Write the vocabulary projection as N graphs of their own
+
+              [default: 1]
+
           --precision <PRECISION>
               Number format of weights, activations, inputs and outputs
 
@@ -184,17 +202,6 @@ fn help_of_export() {
               [default: portable]
               [possible values: portable, qnn]
 
-          --tokens <T>
-              Tokens of a step: 1 decodes, more prefill
-
-              [default: 1]
-
-          --logits <LOGITS>
-              Logits of the last token or of all tokens of a step
-
-              [default: last]
-              [possible values: last, all]
-
           --random-weights
               Random weights of the config's shape, for profiling
 
@@ -202,11 +209,6 @@ fn help_of_export() {
               Start of the random weights
 
               [default: 0]
-
-          --head-shards <N>
-              Write the vocabulary projection as N graphs of their own
-
-              [default: 1]
 
           --embedding
               Also write the embedding table as a raw file for hosts
@@ -250,6 +252,7 @@ fn help_of_check() {
               - engine:    The reference engine in f64, from a checkpoint
               - evaluator: The graph evaluator, from an artifact
               - ort:       ONNX Runtime on the CPU, from an artifact
+              - htp:       The emulator of the HTP, from a compiled artifact
 
           --against-runner <AGAINST_RUNNER>
               Who executes what is right [default: engine for a checkpoint, evaluator for an artifact]
@@ -259,9 +262,16 @@ fn help_of_check() {
               - engine:    The reference engine in f64, from a checkpoint
               - evaluator: The graph evaluator, from an artifact
               - ort:       ONNX Runtime on the CPU, from an artifact
+              - htp:       The emulator of the HTP, from a compiled artifact
 
           --ort <PATH>
               ONNX Runtime library, or a folder that holds it; else FIRESTEEL_ORT, else what `firesteel setup ort` installed
+
+          --memory-limit <MIB>
+              Memory of the process that compiles or emulates the HTP, in MiB [default: nine tenths of what is free]
+
+          --time-limit <S>
+              Time of that process, in seconds [default: 3600]
 
           --prompt <FILE>
               File with the text to run [default: a text that is built in]
@@ -285,7 +295,7 @@ fn help_of_check() {
               [default: 16]
 
           --min-snr <DB>
-              SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU]
+              SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for 8-bit weights, 10 for 4-bit weights or 8-bit activations]
 
           --tie-margin <GAP>
               Logit gap below which a greedy choice is a tie
@@ -324,6 +334,12 @@ fn help_of_check() {
 
           --max-perplexity-change <SHARE>
               Largest change of the perplexity of --text, as a share: 0.005 is half a percent
+
+          --graph <NAME>
+              The step of a compiled artifact: decode, prefill-T [default: its first]
+
+          --record
+              Write the result into the manifest of the compiled artifact that is checked
 
           --json
               Print a JSON report
@@ -440,9 +456,16 @@ fn help_of_generate() {
               - engine:    The reference engine in f64, from a checkpoint
               - evaluator: The graph evaluator, from an artifact
               - ort:       ONNX Runtime on the CPU, from an artifact
+              - htp:       The emulator of the HTP, from a compiled artifact
 
           --ort <PATH>
               ONNX Runtime library, or a folder that holds it; else FIRESTEEL_ORT, else what `firesteel setup ort` installed
+
+          --memory-limit <MIB>
+              Memory of the process that compiles or emulates the HTP, in MiB [default: nine tenths of what is free]
+
+          --time-limit <S>
+              Time of that process, in seconds [default: 3600]
 
           --kv <FORMAT>
               The cpu runner stores keys and values in this format: f32, f16 or q8
@@ -506,6 +529,7 @@ fn help_of_setup() {
 
     Commands:
       ort   ONNX Runtime, from its PyPI wheel through pip
+      qnn   Qualcomm's compiler and emulator for the HTP, from the PyPI wheel of ONNX Runtime's QNN plugin through pip; under Qualcomm's licence, which is kept beside it
       help  Print this message or the help of the given subcommand(s)
 
     Options:

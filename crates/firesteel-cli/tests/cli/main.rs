@@ -4,9 +4,11 @@
 
 mod artifact;
 mod commands;
+mod compile;
 mod generate;
 mod gguf;
 mod golden;
 mod house;
 mod parity;
+mod quantized;
 mod support;

@@ -89,7 +89,7 @@ pub(crate) fn export_to(checkpoint: &Checkpoint, options: ExportOptions, out: &P
 /// The step of an artifact on ONNX Runtime.
 pub(crate) fn ort(artifact: &Artifact) -> OrtRunner {
     let graph = &artifact.manifest().graphs[0];
-    let spec = artifact.manifest().step.clone();
+    let spec = artifact.graph_spec(false);
     OrtRunner::open(&artifact.graph_path(graph), spec, &OrtOptions::default()).unwrap()
 }
 

@@ -4,6 +4,7 @@ use crate::support::{checkpoint, options};
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CheckpointEmbedding, Engine, EngineOptions};
 use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, Role, Runner, StepSpec};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 const IDS: [u32; 7] = [5, 17, 3, 96, 44, 44, 9];
@@ -71,6 +72,53 @@ fn importance_is_the_mean_square_of_the_inputs() {
     let effects = calibration.effects(&checkpoint);
     assert_eq!(effects.len(), 5 * checkpoint.layers().len() + 1);
     assert!(effects.values().all(|effect| effect.is_finite() && *effect > 0.0));
+}
+
+#[test]
+fn inputs_are_shown_in_the_order_of_the_text() {
+    let checkpoint = checkpoint("mini");
+    let mut squares: HashMap<String, Vec<f64>> = HashMap::new();
+    let mut watch = |weight: &Weight, inputs: &[f64]| {
+        let columns = weight.shape()[1];
+        let sums = squares.entry(weight.name().to_owned()).or_insert_with(|| vec![0.0; columns]);
+        for row in inputs.chunks_exact(columns) {
+            sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value * value);
+        }
+    };
+    let calibration =
+        Calibration::run_watched(&checkpoint, &IDS, 4, &mut watch, &mut |_| {}).unwrap();
+    assert_eq!(squares.len(), 5 * checkpoint.layers().len() + 1);
+    for (name, sums) in squares {
+        let mean: Vec<f32> = sums.iter().map(|sum| (sum / IDS.len() as f64) as f32).collect();
+        assert_eq!(calibration.importance(&name), Some(mean), "{name}");
+    }
+}
+
+#[test]
+fn layers_one_by_one_meet_what_the_whole_model_meets() {
+    let checkpoint = checkpoint("mini");
+    let calibration = run(&checkpoint, &IDS, 4);
+    let embedding = CheckpointEmbedding::new(Arc::clone(&checkpoint));
+    let mut hidden = vec![0f32; IDS.len() * checkpoint.config().hidden_size];
+    embedding.lookup(&IDS, &mut hidden).unwrap();
+    for (index, layer) in checkpoint.layers().iter().enumerate() {
+        let mut squares = vec![0f64; layer.mlp_down.shape()[1]];
+        let mut watch = |weight: &Weight, inputs: &[f64]| {
+            if weight.name() == layer.mlp_down.name() {
+                for row in inputs.chunks_exact(squares.len()) {
+                    squares.iter_mut().zip(row).for_each(|(sum, value)| *sum += value * value);
+                }
+            }
+        };
+        hidden = Calibration::run_layer(&checkpoint, index, &hidden, 4, &mut watch).unwrap();
+        let mean: Vec<f64> = squares.iter().map(|sum| sum / IDS.len() as f64).collect();
+        near(&calibration.importance(layer.mlp_down.name()).unwrap(), &mean);
+    }
+    let count = checkpoint.layers().len();
+    let beyond = Calibration::run_layer(&checkpoint, count, &hidden, 4, &mut |_, _| {});
+    assert!(beyond.is_err());
+    let part = Calibration::run_layer(&checkpoint, 0, &hidden[1..], 4, &mut |_, _| {}).unwrap_err();
+    assert!(part.to_string().contains("are not whole tokens of"), "{part}");
 }
 
 #[test]

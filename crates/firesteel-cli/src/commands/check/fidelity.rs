@@ -2,13 +2,13 @@
 
 use super::{CheckArgs, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{DecoderOptions, Source, read_text};
+use crate::source::{DecoderOptions, Source, read_chats, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
-use firesteel_artifact::Artifact;
+use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
-use firesteel_generate::{AddedTokens, Conversation, MessageRole, Tokenizer};
+use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
 use serde::Serialize;
@@ -103,14 +103,11 @@ impl FidelityArgs {
             args.against_runner.unwrap_or(reference.default_runner(false)),
             args.runner.unwrap_or(test.default_runner(false)),
         ];
-        let artifact = [reference, test].into_iter().find_map(|source| match source {
-            Source::Artifact(artifact) => Some(&**artifact),
-            Source::Checkpoint(_) => None,
-        });
+        let manifest = [reference, test].into_iter().find_map(Source::manifest);
         let mut side = |source: &Source, kind| {
             let options =
                 DecoderOptions { kind, ort: &args.ort, prompt: 1, all_logits: CHUNK, kv: self.kv };
-            source.decoder(&step(source, artifact, context)?, &options, printer)
+            source.decoder(&step(source, manifest, context)?, &options, printer)
         };
         let mut left = side(reference, kinds[0])?;
         let mut right = side(test, kinds[1])?;
@@ -162,9 +159,9 @@ impl FidelityArgs {
 }
 
 /// The step of a checkpoint, or that of the artifact on either side, in f32.
-fn step(source: &Source, artifact: Option<&Artifact>, context: usize) -> anyhow::Result<StepSpec> {
-    let spec = match artifact {
-        Some(artifact) => artifact.manifest().contract()?,
+fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow::Result<StepSpec> {
+    let spec = match manifest {
+        Some(manifest) => manifest.contract()?,
         None => {
             let config = source.config()?;
             StepSpec::new(
@@ -194,26 +191,23 @@ fn prompts(
     sources: [&Source; 2],
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
-    let text = read_text(file)?;
-    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let mut prompts = Vec::new();
     if file.extension().is_some_and(|extension| extension == "jsonl") {
         let template = match sources[0].chat_template() {
             Ok(template) => template,
             Err(_) => sources[1].chat_template()?,
         };
-        for (number, line) in lines {
-            let at = || format!("line {} of {}", number + 1, file.display());
-            let mut chat: Conversation = serde_json::from_str(line)
-                .with_context(|| format!("{} is no conversation", at()))?;
+        for (number, mut chat) in (1..).zip(read_chats(file)?) {
             if chat.messages.last().is_some_and(|last| last.role == MessageRole::Assistant) {
                 chat.messages.pop();
             }
             chat.add_generation_prompt = true;
+            let at = || format!("conversation {number} of {}", file.display());
             prompts.push(template.encode(&chat, tokenizer).with_context(at)?);
         }
     } else {
-        for (_, line) in lines {
+        let text = read_text(file)?;
+        for line in text.lines().filter(|line| !line.trim().is_empty()) {
             prompts.push(tokenizer.encode(line, AddedTokens::Parse)?);
         }
     }

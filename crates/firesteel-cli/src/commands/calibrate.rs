@@ -1,0 +1,390 @@
+use super::export::{GeluForm, layer_range};
+use crate::printer::{Printer, table};
+use crate::progress::Progress;
+use crate::source::{Source, read_chats, read_text};
+use anyhow::{Context as _, bail};
+use clap::{Args, ValueEnum};
+use firesteel_artifact::{checkpoint_hashes, sha256};
+use firesteel_checkpoint::StagedFile;
+use firesteel_export::{Dialect, ExportOptions, Precision, build};
+use firesteel_generate::AddedTokens;
+use firesteel_quantize::weights::equalized;
+use firesteel_quantize::{Calibrator, Method, QuantizeError, Ranges, TensorRange, TextHash};
+use firesteel_step::{CacheLayoutChoice, Logits, StepSpec};
+use serde::Serialize;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Learn the ranges of a step's values from text.
+///
+/// The step's graph runs over the text on the evaluator, from empty caches to full ones and past
+/// the sliding window. `quantize --scheme` takes the file that is written.
+#[derive(Debug, Args)]
+pub(crate) struct Calibrate {
+    /// Checkpoint, or an artifact in the qnn dialect
+    checkpoint: PathBuf,
+    /// Text files
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    text: Vec<PathBuf>,
+    /// Files of conversations, one a line, which go through the chat template
+    #[arg(long, value_name = "FILE.jsonl", num_args = 1..)]
+    chat: Vec<PathBuf>,
+    /// N ids all over the vocabulary instead of a text, for models without a tokenizer
+    #[arg(long, value_name = "N", conflicts_with_all = ["text", "chat"])]
+    spread: Option<usize>,
+    /// Most sequences; of more, some all over the texts are taken
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    samples: usize,
+    /// Most tokens of a sequence [default: twice the sliding window, at least 256]
+    #[arg(long, value_name = "T")]
+    tokens: Option<usize>,
+    /// Entries of a full-attention layer's cache [default: those of a sequence]
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Layers: all, or 0:B, which must be all that will be quantized
+    #[arg(long, value_name = "all|0:B", default_value = "all")]
+    layers: String,
+    /// Form of the GELU activation
+    #[arg(long, value_enum, default_value_t = GeluForm::Exact)]
+    gelu: GeluForm,
+    /// How ranges are chosen
+    #[arg(long, value_enum, default_value_t = Observer::Minmax)]
+    observer: Observer,
+    /// File to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Replace an existing file of ranges
+    #[arg(long)]
+    force: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Observer {
+    /// The smallest and the largest value
+    Minmax,
+    /// Without one in 20,000 values on either side
+    Percentile,
+    /// The least squared error of rounding and saturation together
+    Mse,
+}
+
+impl Observer {
+    fn method(self) -> Method {
+        match self {
+            Self::Minmax => Method::MinMax,
+            Self::Percentile => Method::Percentile,
+            Self::Mse => Method::Mse,
+        }
+    }
+}
+
+/// Tokens of a step.
+const CHUNK: usize = 64;
+
+/// Least tokens of a sequence, unless said otherwise.
+const SEQUENCE: usize = 256;
+
+/// Largest number of half precision.
+const HALF_LIMIT: f64 = 65504.0;
+
+/// Values that the text report lists.
+const LISTED: usize = 8;
+
+#[derive(Debug, Serialize)]
+struct Report {
+    path: String,
+    tokens: u64,
+    sequences: usize,
+    /// Whether a sequence is longer than the sliding window.
+    past_window: bool,
+    tensors: usize,
+    /// Values that half precision cannot hold, or whose squares it cannot add in a norm that is
+    /// decomposed.
+    overflow: Vec<Overflow>,
+    /// Values with a channel far above the others, the farthest first.
+    outliers: Vec<Outlier>,
+}
+
+#[derive(Debug, Serialize)]
+struct Overflow {
+    name: String,
+    magnitude: f64,
+    row_square: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Outlier {
+    name: String,
+    channel: u64,
+    magnitude: f64,
+    median_channel: f64,
+}
+
+impl Calibrate {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let source = Source::open(&self.checkpoint, printer)?;
+        let config = source.config()?;
+        let Some(embedding) = source.embedding()? else {
+            bail!("the artifact has no embedding table; calibrate its checkpoint");
+        };
+        let twice = config.sliding_window.map_or(0, |window| window.saturating_mul(2));
+        let wanted = self.tokens.unwrap_or(twice.max(SEQUENCE)).min(config.max_position_embeddings);
+        if wanted == 0 || self.samples == 0 {
+            bail!("--tokens and --samples: 1 or more is accepted");
+        }
+        let (length, chunk) = match &source {
+            Source::Checkpoint(_) => (wanted, CHUNK.min(wanted)),
+            Source::Artifact(artifact) => {
+                let (spec, options) = (&artifact.manifest().step, &artifact.manifest().options);
+                if options.dialect != Dialect::Qnn || artifact.manifest().graphs.len() > 1 {
+                    bail!(
+                        "the artifact is in the {} dialect with {} graphs; one in the qnn dialect \
+                         with one graph is calibrated, or its checkpoint",
+                        options.dialect,
+                        artifact.manifest().graphs.len()
+                    );
+                }
+                if artifact.manifest().quantization.is_some() || spec.first_layer > 0 {
+                    bail!("the artifact is quantized or a later slice; calibrate its checkpoint");
+                }
+                let whole = wanted.min(spec.context) / spec.tokens * spec.tokens;
+                (whole.max(spec.tokens), spec.tokens)
+            }
+            Source::Compiled(_) => bail!("it is compiled already; calibrate its checkpoint"),
+        };
+        let sequences = self.sequences(&source, length, config.vocab_size)?;
+        let sequences: Vec<&[u32]> = sequences
+            .iter()
+            .map(|ids| match &source {
+                Source::Checkpoint(_) => ids.as_slice(),
+                Source::Artifact(_) | Source::Compiled(_) => &ids[..ids.len() / chunk * chunk],
+            })
+            .filter(|ids| !ids.is_empty())
+            .collect();
+        let longest = sequences.iter().map(|ids| ids.len()).max().unwrap_or(0);
+        if longest == 0 {
+            bail!("the texts have no tokens");
+        }
+        let past_window = config.sliding_window.is_none_or(|window| longest > window);
+        if !past_window {
+            printer.warn("no sequence is longer than the sliding window; give more --tokens");
+        }
+        let context = self.context.unwrap_or(longest);
+        if context < longest {
+            bail!("--context {context}: sequences have up to {longest} tokens");
+        }
+        // What quantize --scheme quantizes.
+        let model = match &source {
+            Source::Checkpoint(checkpoint) => Some(equalized(checkpoint)?),
+            Source::Artifact(_) | Source::Compiled(_) => None,
+        };
+        let make = |tokens: usize| match (&source, &model) {
+            (Source::Checkpoint(checkpoint), model) => {
+                let layers = layer_range(&self.layers, checkpoint.config());
+                let layers = layers.map_err(|error| option("--layers", &self.layers, &error))?;
+                if layers.start > 0 {
+                    let problem = "a text enters at layer 0; 0:B is accepted";
+                    return Err(option("--layers", &self.layers, &problem));
+                }
+                let whole = layers.end == checkpoint.config().num_layers();
+                let options = ExportOptions {
+                    tokens,
+                    context,
+                    layers,
+                    cache_layout: CacheLayoutChoice::default(),
+                    logits: if whole { Logits::All } else { Logits::Hidden },
+                    gelu: self.gelu.gelu(),
+                    precision: Precision::Fp32,
+                    dialect: Dialect::Qnn,
+                    head_shards: 1,
+                };
+                let built = build(model.as_ref().unwrap_or(checkpoint), &options)?;
+                Ok((built.graph, built.spec))
+            }
+            (Source::Artifact(artifact), _) => {
+                let entry = artifact.manifest().graphs.first();
+                let entry = entry.ok_or_else(|| option("ARTIFACT", "", &"names no graph"))?;
+                let spec: StepSpec = artifact.step_spec(false);
+                Ok((artifact.read_graph(entry)?, spec))
+            }
+            (Source::Compiled(_), _) => Err(option("ARTIFACT", "", &"is compiled already")),
+        };
+        let staged = self.stage()?;
+        let total = sequences.iter().map(|ids| ids.len() as u64).sum();
+        let bar = Progress::of_tokens("calibrating");
+        let mut calibrator = Calibrator::new(&make, embedding.as_ref(), chunk);
+        for ids in &sequences {
+            calibrator.run(ids, &mut |done| bar.set(done, total))?;
+        }
+        drop(bar);
+        let method = self.observer.method();
+        let tensors = calibrator.ranges(method)?;
+        let checkpoint = match &source {
+            Source::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
+            Source::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
+            Source::Compiled(_) => Vec::new(),
+        };
+        let texts = self.text.iter().chain(&self.chat);
+        let texts = texts.map(|file| text_hash(file)).collect::<anyhow::Result<_>>()?;
+        let ranges = Ranges {
+            tool_version: env!("CARGO_PKG_VERSION").into(),
+            checkpoint,
+            equalized: model.is_some(),
+            texts,
+            tokens: calibrator.tokens(),
+            sequence: longest as u64,
+            observer: method,
+            tensors,
+        };
+        staged.file().write_all(&ranges.to_json()?)?;
+        staged.commit()?;
+        let report = Report {
+            path: self.out.display().to_string(),
+            tokens: ranges.tokens,
+            sequences: sequences.len(),
+            past_window,
+            tensors: ranges.tensors.len(),
+            overflow: overflow(&ranges),
+            outliers: outliers(&ranges),
+        };
+        match self.json {
+            true => printer.json(&report)?,
+            false => print(&report, printer)?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The file to write, refused at once where it cannot be.
+    fn stage(&self) -> anyhow::Result<StagedFile> {
+        let ranges = |path: &Path| Ok(Ranges::read(path).is_ok());
+        let replace: Option<fn(&Path) -> std::io::Result<bool>> = self.force.then_some(ranges);
+        StagedFile::create(&self.out, replace).with_context(|| {
+            let hint = if self.force { "" } else { " (--force replaces ranges)" };
+            format!("{} was not written{hint}", self.out.display())
+        })
+    }
+
+    /// The sequences to run, each of at most `length` tokens.
+    fn sequences(
+        &self,
+        source: &Source,
+        length: usize,
+        vocabulary: usize,
+    ) -> anyhow::Result<Vec<Vec<u32>>> {
+        let mut all: Vec<Vec<u32>> = Vec::new();
+        if let Some(count) = self.spread {
+            let limit = length.saturating_mul(self.samples);
+            let ids = super::check::spread_ids(count.min(limit), vocabulary);
+            all.extend(ids.chunks(length).map(<[u32]>::to_vec));
+            return Ok(all);
+        }
+        if self.text.is_empty() && self.chat.is_empty() {
+            bail!("there is nothing to read; give --text or --chat");
+        }
+        let tokenizer = source.tokenizer()?;
+        let tokenizer = tokenizer.context("a text needs the model's tokenizer; see --spread")?;
+        for file in &self.text {
+            let ids = tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?;
+            all.extend(ids.chunks(length).map(<[u32]>::to_vec));
+        }
+        if !self.chat.is_empty() {
+            let template = source.chat_template()?;
+            for file in &self.chat {
+                for chat in read_chats(file)? {
+                    let mut ids = template.encode(&chat, &tokenizer)?;
+                    ids.truncate(length);
+                    all.push(ids);
+                }
+            }
+        }
+        // Spread evenly, so that every text has its share.
+        let (count, wanted) = (all.len(), self.samples.min(all.len()));
+        let chosen = (0..wanted).map(|index| index * count / wanted.max(1));
+        Ok(chosen.filter_map(|index| all.get(index).cloned()).collect())
+    }
+}
+
+fn option(option: &'static str, value: &str, problem: &dyn std::fmt::Display) -> QuantizeError {
+    QuantizeError::Option { option, value: value.into(), problem: problem.to_string() }
+}
+
+fn text_hash(file: &Path) -> anyhow::Result<TextHash> {
+    let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(TextHash { name, sha256: sha256(&fs_err::read(file)?) })
+}
+
+fn magnitude(range: &TensorRange) -> f64 {
+    range.max.max(-range.min)
+}
+
+fn overflow(ranges: &Ranges) -> Vec<Overflow> {
+    let beyond = ranges.tensors.iter().filter(|(_, range)| {
+        magnitude(range) > HALF_LIMIT || range.largest_row_square > HALF_LIMIT
+    });
+    let entry = |(name, range): (&String, &TensorRange)| Overflow {
+        name: name.clone(),
+        magnitude: magnitude(range),
+        row_square: range.largest_row_square,
+    };
+    let mut list: Vec<Overflow> = beyond.map(entry).collect();
+    list.sort_by(|a, b| b.row_square.total_cmp(&a.row_square));
+    list
+}
+
+/// How far above the median a channel must be to be listed.
+const OUTLIER: f64 = 10.0;
+
+fn outliers(ranges: &Ranges) -> Vec<Outlier> {
+    let entry = |(name, range): (&String, &TensorRange)| {
+        let peak = range.channels.first()?;
+        Some(Outlier {
+            name: name.clone(),
+            channel: peak.channel,
+            magnitude: peak.magnitude,
+            median_channel: range.median_channel,
+        })
+    };
+    let mut list: Vec<Outlier> = ranges
+        .tensors
+        .iter()
+        .filter_map(entry)
+        .filter(|outlier| outlier.magnitude > OUTLIER * outlier.median_channel)
+        .collect();
+    let ratio = |outlier: &Outlier| outlier.magnitude / outlier.median_channel.max(1e-30);
+    list.sort_by(|a, b| ratio(b).total_cmp(&ratio(a)));
+    list
+}
+
+fn print(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
+    printer.line(format!(
+        "wrote {}: ranges of {} values over {} tokens in {} sequences",
+        report.path, report.tensors, report.tokens, report.sequences
+    ))?;
+    if !report.overflow.is_empty() {
+        let header = ["beyond half precision", "max |x|", "largest row square"];
+        let mut rows = vec![header.map(str::to_owned).to_vec()];
+        for entry in report.overflow.iter().take(LISTED) {
+            let (magnitude, square) = (entry.magnitude, entry.row_square);
+            rows.push(vec![entry.name.clone(), format!("{magnitude:.1}"), format!("{square:.3e}")]);
+        }
+        table(&rows).iter().try_for_each(|line| printer.line(line))?;
+    }
+    if !report.outliers.is_empty() {
+        let header = ["outlier channels", "channel", "max |x|", "median channel"];
+        let mut rows = vec![header.map(str::to_owned).to_vec()];
+        for entry in report.outliers.iter().take(LISTED) {
+            rows.push(vec![
+                entry.name.clone(),
+                entry.channel.to_string(),
+                format!("{:.2}", entry.magnitude),
+                format!("{:.2}", entry.median_channel),
+            ]);
+        }
+        table(&rows).iter().try_for_each(|line| printer.line(line))?;
+    }
+    Ok(())
+}

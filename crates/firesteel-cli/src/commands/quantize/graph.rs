@@ -1,0 +1,614 @@
+//! `quantize --scheme`: a step's graph in integers.
+
+use crate::commands::export::{StepArgs, threads};
+use crate::printer::{Printer, mebibytes, table};
+use crate::progress::Progress;
+use crate::source::{Source, read_text};
+use anyhow::{Context as _, bail};
+use clap::{Args, ValueEnum};
+use firesteel_artifact::{
+    Artifact, Draft, EmbeddingEntry, GraphRole, Manifest, Quantization, Write, checkpoint_hashes,
+    sha256, write_artifact,
+};
+use firesteel_check::{Snr, SnrMeter};
+use firesteel_checkpoint::{Checkpoint, LayerWeights, ModelConfig};
+use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
+use firesteel_generate::AddedTokens;
+use firesteel_quantize::weights::{
+    Budget, ModelOptions, QuantizedMatrix, WeightBits, Widths, equalized, quantize_model,
+    round_nearest,
+};
+use firesteel_quantize::{
+    KvFormat, MatrixPlan, Pair, Quantized, RangeSource, Ranges, Scheme, SchemeOptions, WeightWidth,
+    compare, plan, quantize,
+};
+use firesteel_tensor::DType;
+use glob::Pattern;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// Options of `quantize --scheme`.
+#[derive(Debug, Args)]
+pub(crate) struct GraphArgs {
+    /// Number formats of the step's graph: weights and activations
+    #[arg(long, value_enum)]
+    scheme: Option<SchemeName>,
+    /// Ranges that `firesteel calibrate` wrote
+    #[arg(long, value_name = "FILE", requires = "scheme")]
+    ranges: Option<PathBuf>,
+    /// Make the ranges up: for measuring time, the numbers are wrong
+    #[arg(long, requires = "scheme", conflicts_with = "ranges")]
+    uncalibrated: bool,
+    /// Number format of keys and values [default: s16; u8 for w8a8]
+    #[arg(long, value_enum, requires = "scheme")]
+    kv: Option<Kv>,
+    /// Another width for the matrices with a name like GLOB: fp16, w16, w8 or w4; may be repeated,
+    /// and the last that fits counts
+    #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept, requires = "scheme")]
+    keep: Vec<(Pattern, WeightWidth)>,
+    /// Text files that the model reads to round its weights for what they meet [default: weights
+    /// are rounded to nearest]
+    #[arg(long, value_name = "FILE", num_args = 1.., requires = "scheme")]
+    text: Vec<PathBuf>,
+    /// Most tokens of --text
+    #[arg(long, value_name = "N", default_value_t = 8192, requires = "scheme")]
+    text_tokens: usize,
+    /// Round each matrix by itself, and estimate the noise of each for mixed: for large models
+    #[arg(long, requires = "text")]
+    quick: bool,
+    /// Signal to noise of the output in dB that 8-bit matrices of --scheme mixed must reach
+    #[arg(long, value_name = "DB", requires = "scheme", conflicts_with = "bits")]
+    budget_db: Option<f64>,
+    /// Text on which every value is compared with the one in floats
+    #[arg(long, value_name = "FILE", requires = "scheme")]
+    check_text: Option<PathBuf>,
+    /// Most tokens of --check-text
+    #[arg(long, value_name = "N", default_value_t = 128, requires = "scheme")]
+    check_tokens: usize,
+    /// Also write the embedding table as a raw file for hosts
+    #[arg(long, requires = "scheme")]
+    embedding: bool,
+    #[command(flatten)]
+    step: StepArgs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum SchemeName {
+    /// 8-bit weights, 16-bit activations
+    W8a16,
+    /// 4-bit weights, 16-bit activations
+    W4a16,
+    /// 8-bit weights and activations
+    W8a8,
+    /// 16-bit weights and activations
+    W16a16,
+    /// 4-bit weights and 8-bit ones where they are worth it, 16-bit activations
+    Mixed,
+}
+
+impl SchemeName {
+    fn scheme(self) -> Scheme {
+        match self {
+            Self::W8a16 => Scheme::W8A16,
+            Self::W4a16 => Scheme::W4A16,
+            Self::W8a8 => Scheme::W8A8,
+            Self::W16a16 => Scheme::W16A16,
+            Self::Mixed => Scheme::Mixed,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Kv {
+    /// Signed 16-bit integers
+    S16,
+    /// Signed 8-bit integers
+    S8,
+    /// Unsigned 8-bit integers
+    U8,
+    /// Floats, half precision on the processor
+    F16,
+}
+
+impl Kv {
+    fn format(self) -> KvFormat {
+        match self {
+            Self::S16 => KvFormat::S16,
+            Self::S8 => KvFormat::S8,
+            Self::U8 => KvFormat::U8,
+            Self::F16 => KvFormat::F16,
+        }
+    }
+}
+
+fn kept(text: &str) -> Result<(Pattern, WeightWidth), String> {
+    let accepted =
+        "a name with * and ?, =, and fp16, w16, w8 or w4 are accepted, such as *lm_head*=w8";
+    let (glob, width) = text.rsplit_once('=').ok_or(accepted)?;
+    let pattern = Pattern::new(glob).map_err(|error| format!("{error}; {accepted}"))?;
+    let width = match width {
+        "fp16" => WeightWidth::Float,
+        "w16" => WeightWidth::Sixteen,
+        "w8" => WeightWidth::Eight,
+        "w4" => WeightWidth::Four,
+        _ => return Err(format!("{width:?} is no width; {accepted}")),
+    };
+    Ok((pattern, width))
+}
+
+impl GraphArgs {
+    /// Refuses options that say something about a graph where none is written.
+    pub(super) fn refuse(&self) -> anyhow::Result<()> {
+        let given = [
+            ("--ranges", self.ranges.is_some()),
+            ("--uncalibrated", self.uncalibrated),
+            ("--kv", self.kv.is_some()),
+            ("--keep", !self.keep.is_empty()),
+            ("--text", !self.text.is_empty()),
+            ("--budget-db", self.budget_db.is_some()),
+            ("--check-text", self.check_text.is_some()),
+            ("--embedding", self.embedding),
+            ("an option of the step", self.step != StepArgs::default()),
+        ];
+        match given.iter().find(|(_, given)| *given) {
+            Some((option, _)) => bail!("{option} goes with --scheme, not with --format"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A run of `quantize --scheme`.
+pub(crate) struct GraphRequest<'a> {
+    pub(crate) args: &'a GraphArgs,
+    pub(crate) bits: Option<f64>,
+    pub(crate) out: &'a Path,
+    pub(crate) force: bool,
+    pub(crate) json: bool,
+}
+
+/// Tokens of a sequence that --text is cut into.
+const SEQUENCE: usize = 512;
+
+/// Tokens by which the noise of each matrix is measured for mixed widths.
+const MEASURED: usize = 1024;
+
+/// File of the report in the artifact.
+const REPORT: &str = "report.json";
+
+/// Values that the text report lists.
+const WORST: usize = 8;
+
+#[derive(Debug, Serialize)]
+struct Report {
+    scheme: String,
+    kv: String,
+    calibrated: bool,
+    bits_per_weight: f64,
+    /// Matrices by element type.
+    matrices: BTreeMap<String, usize>,
+    /// Tokens that weights were rounded for; 0 when they were rounded to nearest.
+    rounding_tokens: usize,
+    /// Matrices that have 8 bits because of --bits or --budget-db.
+    raised: Vec<String>,
+    /// Tokens that were compared; 0 without --check-text.
+    compared_tokens: usize,
+    /// Residual stream after each layer against that in floats.
+    layers: Vec<ValueReport>,
+    /// Every value that was compared, worst first.
+    values: Vec<ValueReport>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+struct ValueReport {
+    name: String,
+    snr: Snr,
+}
+
+impl GraphRequest<'_> {
+    pub(crate) fn run(self, source: &Source, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let args = self.args;
+        let Some(scheme) = args.scheme.map(SchemeName::scheme) else {
+            bail!("--scheme or --format says how to quantize");
+        };
+        let ranges = match (&args.ranges, args.uncalibrated) {
+            (Some(file), _) => Some(Ranges::read(file)?),
+            (None, true) => None,
+            (None, false) => bail!(
+                "--scheme {scheme} needs the ranges of the activations: give --ranges, which \
+                 `firesteel calibrate` writes; --uncalibrated makes them up, for measuring time only"
+            ),
+        };
+        if let Source::Artifact(artifact) = source {
+            can_quantize(artifact.manifest(), &args.step)?;
+        }
+        if let Some(ranges) = &ranges {
+            same_model(ranges, source)?;
+        }
+        let config = source.config()?;
+        let rounded = self.round(scheme, ranges.as_ref(), source, printer)?;
+        let (step, export) = self.step(source, rounded.model.as_deref(), printer)?;
+        let width = |name: &str| {
+            let mut fitting = args.keep.iter().rev().filter(|(glob, _)| glob.matches(name));
+            let kept = fitting.next().map(|(_, width)| *width);
+            kept.or_else(|| rounded.raised.contains(whole_name(name)).then_some(WeightWidth::Eight))
+        };
+        let options = SchemeOptions { scheme, kv: args.kv.map(Kv::format), width: &width };
+        let kv = options.kv()?;
+        let plan = plan(&step, &options);
+        check_patterns(&args.keep, &plan)?;
+        let known = match &ranges {
+            Some(ranges) => RangeSource::Calibrated(ranges),
+            None => RangeSource::Uncalibrated,
+        };
+        let rounding = |matrix: &MatrixPlan, values: &[f32], bits| {
+            let whole = rounded.matrices.get(whole_name(&matrix.name));
+            let part = matrix.graph.checked_sub(1).and_then(|head| step.heads.get(head));
+            let rows = part.map_or(0..matrix.rows, |head| head.rows.clone());
+            match whole.filter(|whole| whole.bits == bits).and_then(|whole| slice(whole, rows)) {
+                Some(part) if part.columns == matrix.columns => Ok(part),
+                _ => round_nearest(values, matrix.rows, matrix.columns, bits),
+            }
+        };
+        let formats = (scheme.activations(), kv);
+        let quantized = quantize(&step, &plan, known, formats, &rounding)?;
+        let mut matrices = BTreeMap::new();
+        for weight in &quantized.weights {
+            *matrices.entry(weight.dtype.to_string()).or_insert(0) += 1;
+        }
+        if let Some(most) = self.bits.filter(|most| quantized.bits_per_weight > most + 0.005) {
+            bail!(
+                "--bits {most}: what --keep asks for takes {:.3} bits a weight",
+                quantized.bits_per_weight
+            );
+        }
+        let mut report = Report {
+            scheme: scheme.to_string(),
+            kv: kv.to_string(),
+            calibrated: ranges.is_some(),
+            bits_per_weight: quantized.bits_per_weight,
+            matrices,
+            rounding_tokens: rounded.tokens,
+            raised: rounded.raised.iter().cloned().collect(),
+            compared_tokens: 0,
+            layers: Vec::new(),
+            values: Vec::new(),
+        };
+        if let Some(text) = &args.check_text {
+            self.compare(text, source, &step, &quantized, &mut report)?;
+        }
+        let ranges_sha256 = match &args.ranges {
+            Some(file) => Some(sha256(&fs_err::read(file)?)),
+            None => None,
+        };
+        let artifact =
+            self.write(source, (&config, &export), &quantized, &report, ranges_sha256)?;
+        if !report.calibrated {
+            printer.warn("uncalibrated: the numbers are wrong, only times mean something");
+        }
+        match self.json {
+            true => printer.json(&report)?,
+            false => print(&report, &artifact, printer)?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The model to quantize and its matrices, as far as a text says how to round them.
+    fn round(
+        &self,
+        scheme: Scheme,
+        ranges: Option<&Ranges>,
+        source: &Source,
+        printer: &mut Printer,
+    ) -> anyhow::Result<Rounded> {
+        let args = self.args;
+        let budget = match (scheme, self.bits, args.budget_db) {
+            (Scheme::Mixed, Some(bits), _) => Some(Budget::Bits(bits)),
+            (Scheme::Mixed, None, Some(decibels)) => Some(Budget::Decibels(decibels)),
+            (Scheme::Mixed, None, None) => bail!("--scheme mixed needs --bits or --budget-db"),
+            (_, None, None) => None,
+            _ => bail!("--bits and --budget-db go with --scheme mixed, not with {scheme}"),
+        };
+        let mut rounded = Rounded::default();
+        let Source::Checkpoint(checkpoint) = source else {
+            if ranges.is_some_and(|ranges| ranges.equalized) {
+                bail!("the ranges are of the checkpoint; calibrate the artifact, or quantize that");
+            }
+            if !args.text.is_empty() || budget.is_some() {
+                bail!("--text and --scheme mixed need the checkpoint, and this is an artifact");
+            }
+            return Ok(rounded);
+        };
+        let equal = ranges.is_none_or(|ranges| ranges.equalized);
+        if args.text.is_empty() {
+            if budget.is_some() {
+                bail!("--scheme mixed needs --text, to learn which matrices make most noise");
+            }
+            if scheme.weights() == WeightWidth::Four {
+                printer.warn("weights of 4 bits are rounded to nearest; --text makes better ones");
+            }
+            rounded.model = equal.then(|| equalized(checkpoint)).transpose()?.map(Arc::new);
+            return Ok(rounded);
+        }
+        let bits = match scheme.weights() {
+            WeightWidth::Four => WeightBits::Four,
+            WeightWidth::Eight => WeightBits::Eight,
+            _ => bail!("--text rounds weights of 4 and 8 bits, and {scheme} has none"),
+        };
+        if !equal {
+            bail!("the ranges are of an artifact; --text needs those of the checkpoint");
+        }
+        let tokenizer = source.tokenizer()?.context("--text needs the model's tokenizer")?;
+        let mut ids = Vec::new();
+        for file in &args.text {
+            ids.extend(tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?);
+        }
+        ids.truncate(args.text_tokens);
+        let options = ModelOptions {
+            sequence: SEQUENCE,
+            widths: match budget {
+                None => Widths::Same(bits),
+                Some(Budget::Bits(bits)) => {
+                    Widths::Mixed(Budget::Bits(without_gates(bits, checkpoint)))
+                }
+                Some(budget) => Widths::Mixed(budget),
+            },
+            measured_tokens: if args.quick { 0 } else { MEASURED },
+            follow: !args.quick,
+        };
+        let model = quantize_model(checkpoint, &ids, &options, &mut |_| ())?;
+        let raised = model.plan.widths.iter().filter(|(_, bits)| **bits == WeightBits::Eight);
+        if budget.is_some() {
+            rounded.raised = raised.map(|(name, _)| name.clone()).collect();
+        }
+        rounded.tokens = ids.len();
+        rounded.matrices = model.matrices;
+        rounded.model = Some(model.model);
+        Ok(rounded)
+    }
+
+    /// The graphs in floats and the options that made them.
+    fn step(
+        &self,
+        source: &Source,
+        model: Option<&Checkpoint>,
+        printer: &mut Printer,
+    ) -> anyhow::Result<(StepGraphs, ExportOptions)> {
+        let step = &self.args.step;
+        let artifact = match source {
+            Source::Checkpoint(checkpoint) => {
+                let config = checkpoint.config();
+                let options = step.options(config, Precision::Fp32, Dialect::Qnn, printer)?;
+                return Ok((build(model.unwrap_or(checkpoint), &options)?, options));
+            }
+            Source::Artifact(artifact) => artifact,
+            Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+        };
+        let manifest = artifact.manifest();
+        artifact.verify()?;
+        let mut graphs = manifest.graphs.iter();
+        let first = graphs.next().context("the manifest names no graph")?;
+        let mut heads = Vec::new();
+        for entry in graphs {
+            let GraphRole::Head { rows } = &entry.role else { bail!("{} is no head", entry.file) };
+            heads.push(HeadGraph { graph: artifact.read_graph(entry)?, rows: rows.clone() });
+        }
+        let graphs = StepGraphs {
+            spec: artifact.step_spec(false),
+            graph: artifact.read_graph(first)?,
+            heads,
+            layer_hidden: first.layer_hidden.clone(),
+            wide: manifest.wide.clone(),
+            tensors_read: manifest.model.tensors_read,
+        };
+        let options = ExportOptions { precision: Precision::Fp32, ..manifest.options.clone() };
+        Ok((graphs, options))
+    }
+
+    /// Fills the report from a text.
+    fn compare(
+        &self,
+        file: &Path,
+        source: &Source,
+        step: &StepGraphs,
+        quantized: &Quantized,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
+        let tokenizer = source.tokenizer()?.context("--check-text needs the model's tokenizer")?;
+        let mut ids = tokenizer.encode(&read_text(file)?, AddedTokens::AsText)?;
+        ids.truncate(self.args.check_tokens.min(step.spec.context));
+        let embedding = source.embedding()?.context(
+            "--check-text needs the embedding table, which the artifact has not; quantize its \
+             checkpoint",
+        )?;
+        let mut meters: BTreeMap<String, SnrMeter> = BTreeMap::new();
+        let pair = Pair { float: step, quantized };
+        compare(pair, embedding.as_ref(), &ids, &mut |value| {
+            let meter = meters.entry(value.name.to_owned()).or_default();
+            meter.add(value.float, value.quantized);
+        })?;
+        report.compared_tokens = ids.len() / step.spec.tokens * step.spec.tokens;
+        let value = |(name, meter): (&String, &SnrMeter)| ValueReport {
+            name: name.clone(),
+            snr: meter.snr(),
+        };
+        report.values = meters.iter().map(value).collect();
+        let decibels = |value: &ValueReport| value.snr.db.unwrap_or(f64::INFINITY);
+        report.values.sort_by(|a, b| decibels(a).total_cmp(&decibels(b)));
+        let of = |name: &String| report.values.iter().find(|value| value.name == *name).cloned();
+        report.layers = step.layer_hidden.iter().filter_map(of).collect();
+        Ok(())
+    }
+
+    fn write(
+        &self,
+        source: &Source,
+        (config, options): (&ModelConfig, &ExportOptions),
+        quantized: &Quantized,
+        report: &Report,
+        ranges_sha256: Option<String>,
+    ) -> anyhow::Result<Artifact> {
+        let embedding = self.args.embedding;
+        let graphs = &quantized.graphs;
+        let mut draft = match source {
+            Source::Checkpoint(checkpoint) => {
+                // A host reads rows of it; half precision holds what a checkpoint of bf16 says.
+                Draft::of_checkpoint(checkpoint, options, graphs, embedding.then_some(DType::F16))?
+            }
+            Source::Artifact(artifact) => Draft::of_artifact(artifact, config, graphs, embedding)?,
+            Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+        };
+        draft.options = options.clone();
+        // A tied head is a matrix of integers now, and no table of embeddings.
+        if matches!(draft.embedding, Some(EmbeddingEntry::Initializer { .. })) {
+            draft.embedding = None;
+        }
+        draft.quantization = Some(Quantization {
+            scheme: report.scheme.clone(),
+            kv: report.kv.clone(),
+            calibrated: report.calibrated,
+            ranges_sha256,
+            ports: quantized.ports.clone(),
+            weights: quantized.weights.clone(),
+            bits_per_weight: quantized.bits_per_weight,
+        });
+        draft.side_files.push((REPORT.into(), serde_json::to_vec_pretty(report)?));
+        let bar = Progress::new("writing");
+        let how = Write { force: self.force, threads: threads() };
+        let progress = |done, total| bar.set(done, total);
+        write_artifact(&draft, self.out, how, &progress).map_err(|error| {
+            let exists = !self.force && self.out.exists();
+            let hint = if exists { " (--force replaces an artifact)" } else { "" };
+            anyhow::Error::from(error)
+                .context(format!("{} was not written{hint}", self.out.display()))
+        })
+    }
+}
+
+/// What a text says of the weights.
+#[derive(Default)]
+struct Rounded {
+    /// The model to quantize, where it is not the checkpoint as it is.
+    model: Option<Arc<Checkpoint>>,
+    /// Its matrices, by name; those that are not here are rounded to nearest.
+    matrices: BTreeMap<String, QuantizedMatrix>,
+    /// Matrices with 8 bits where the others have 4.
+    raised: BTreeSet<String>,
+    /// Tokens of the text.
+    tokens: usize,
+}
+
+/// The name of the matrix of which `name` may be a part in a graph of its own.
+fn whole_name(name: &str) -> &str {
+    match name.rsplit_once('.') {
+        Some((whole, part)) if part.bytes().all(|byte| byte.is_ascii_digit()) => whole,
+        _ => name,
+    }
+}
+
+/// Rows of a matrix.
+fn slice(matrix: &QuantizedMatrix, rows: Range<usize>) -> Option<QuantizedMatrix> {
+    let codes = matrix.codes.get(rows.start * matrix.columns..rows.end * matrix.columns)?;
+    let scales = matrix.scales.get(rows.clone())?;
+    let (codes, scales) = (codes.to_vec(), scales.to_vec());
+    Some(QuantizedMatrix { rows: rows.len(), codes, scales, ..*matrix })
+}
+
+/// The bits that are left for each weight of the other matrices when the gates of the heads have
+/// 16.
+fn without_gates(bits: f64, checkpoint: &Checkpoint) -> f64 {
+    let gate = |layer: &LayerWeights| layer.head_gate.element_count() as f64;
+    let gates: f64 = checkpoint.layers().iter().map(gate).sum();
+    let matrices = checkpoint.layers().iter().flat_map(|layer| {
+        [&layer.qkv, &layer.attention_out, &layer.mlp_gate, &layer.mlp_up, &layer.mlp_down]
+    });
+    let others: f64 = matrices
+        .chain([checkpoint.head_weight()])
+        .map(|weight| weight.element_count() as f64)
+        .sum();
+    let scales = 32.0 * checkpoint.layers().len() as f64;
+    (bits * (gates + others) - 16.0 * gates - scales) / others.max(1.0)
+}
+
+/// Refuses artifacts that are no graphs in floats in the dialect of the integers.
+fn can_quantize(manifest: &Manifest, step: &StepArgs) -> anyhow::Result<()> {
+    let options = &manifest.options;
+    let what = match &manifest.quantization {
+        Some(known) => format!("quantized already ({})", known.scheme),
+        None if options.dialect != Dialect::Qnn => format!("in the {} dialect", options.dialect),
+        None if options.precision != Precision::Fp32 => "in half precision".to_owned(),
+        None if *step != StepArgs::default() => {
+            bail!("the step is that of the artifact; options of the step go with a checkpoint")
+        }
+        None => return Ok(()),
+    };
+    bail!(
+        "the artifact is {what}; one in f32 in the qnn dialect is quantized (export --dialect \
+         qnn), or a checkpoint"
+    );
+}
+
+/// Refuses ranges of another model.
+fn same_model(ranges: &Ranges, source: &Source) -> anyhow::Result<()> {
+    let own = match source {
+        Source::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
+        Source::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
+        Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+    };
+    if own != ranges.checkpoint {
+        bail!("the ranges were learned from other weights; calibrate this checkpoint");
+    }
+    Ok(())
+}
+
+/// Each --keep is there for something.
+fn check_patterns(keep: &[(Pattern, WeightWidth)], plan: &[MatrixPlan]) -> anyhow::Result<()> {
+    for (glob, _) in keep {
+        if !plan.iter().any(|matrix| glob.matches(&matrix.name)) {
+            let some: Vec<&str> = plan.iter().take(6).map(|matrix| &*matrix.name).collect();
+            bail!("--keep {glob}: no matrix has such a name; some are {}", some.join(", "));
+        }
+    }
+    Ok(())
+}
+
+fn print(report: &Report, artifact: &Artifact, printer: &mut Printer) -> anyhow::Result<()> {
+    let bytes = artifact.manifest().data.iter().map(|data| data.bytes).sum();
+    printer.line(format!(
+        "wrote {}: {} with {} keys and values{}, {} of data, {:.2} bits a weight",
+        artifact.folder().display(),
+        report.scheme,
+        report.kv,
+        if report.calibrated { "" } else { ", UNCALIBRATED" },
+        mebibytes(bytes),
+        report.bits_per_weight,
+    ))?;
+    let list = report.matrices.iter().map(|(dtype, count)| format!("{count} in {dtype}"));
+    printer.line(format!("matrices: {}", list.collect::<Vec<_>>().join(", ")))?;
+    if report.rounding_tokens > 0 {
+        printer.line(format!("weights rounded for {} tokens", report.rounding_tokens))?;
+    }
+    for name in &report.raised {
+        printer.line(format!("8 bits: {name}"))?;
+    }
+    if report.compared_tokens == 0 {
+        return Ok(());
+    }
+    printer.line(format!("against floats over {} tokens", report.compared_tokens))?;
+    let worst = report.values.iter().take(WORST);
+    for (title, values) in
+        [("layer", report.layers.iter().collect::<Vec<_>>()), ("worst values", worst.collect())]
+    {
+        let mut rows = vec![vec![title.to_owned(), "SNR".to_owned()]];
+        rows.extend(
+            values.into_iter().map(|value| {
+                vec![value.name.clone(), crate::commands::check::decibels(&value.snr)]
+            }),
+        );
+        table(&rows).iter().try_for_each(|line| printer.line(line))?;
+    }
+    Ok(())
+}

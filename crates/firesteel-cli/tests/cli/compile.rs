@@ -1,0 +1,556 @@
+//! Compiling for the HTP and running on its emulator. Needs what `setup ort` and `setup qnn`
+//! install.
+
+use crate::support::{
+    argument, export_to, firesteel, golden_path, names, options, refusal, spark_tiny, stdout,
+};
+use firesteel_check::audit::{Dump, Placement, Rule, audit};
+use firesteel_checkpoint::Checkpoint;
+use firesteel_export::{Dialect, ExportOptions, Precision};
+use firesteel_graph::{Constant, Graph, Op, ValueId};
+use firesteel_onnx::{ModelFile, WritePlan};
+use firesteel_ort::OrtError;
+use firesteel_ort::qnn::{
+    CompileRequest, ContextModel, CpuNodes, HtpModel, HtpOptions, Limits, Performance, Soc,
+    WorkerCommand, compile_contexts,
+};
+use firesteel_step::Logits;
+use firesteel_tensor::{DType, Tensor};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The trained model in half precision, as the HTP wants it.
+fn half(checkpoint: &Checkpoint) -> ExportOptions {
+    ExportOptions { precision: Precision::Fp16, dialect: Dialect::Qnn, ..options(checkpoint) }
+}
+
+/// A slice of one layer, which compiles in no time.
+fn slice(checkpoint: &Checkpoint) -> ExportOptions {
+    ExportOptions { layers: 0..1, logits: Logits::Hidden, ..half(checkpoint) }
+}
+
+fn compile<'a>(artifact: &'a Path, out: &'a Path, more: &[&'a str]) -> Vec<&'a str> {
+    let fixed = ["compile", argument(artifact), "--soc", "sm8750", "--out", argument(out)];
+    fixed.iter().chain(more).copied().collect()
+}
+
+fn parsed(text: &str) -> Value {
+    serde_json::from_str(text).unwrap()
+}
+
+#[test]
+fn the_trained_model_is_placed_and_right_on_the_emulator() {
+    let folder = tempfile::tempdir().unwrap();
+    let (artifact, out) = (folder.path().join("artifact"), folder.path().join("compiled"));
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    export_to(&checkpoint, half(&checkpoint), &artifact);
+    let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
+    assert_eq!(manifest["target"]["soc"], "sm8750");
+    let part = &manifest["steps"][0]["parts"][0];
+    assert_eq!(part["audit"]["findings"], json!([]));
+    let ops = &part["audit"]["qnn_ops"];
+    for (op, count) in [("RmsNorm", 9), ("Gelu", 4), ("FullyConnected", 25), ("Softmax", 4)] {
+        assert_eq!(ops[op], count, "{op}");
+    }
+    // Two bytes a weight, and each is read once a step.
+    let weights: u64 = 2 * part["audit"]["weights"]["f16"]["elements"].as_u64().unwrap();
+    let read = part["audit"]["schematic"]["total"]["dram_read"].as_u64().unwrap();
+    assert!(read >= weights && read < weights + weights / 4, "{read} of {weights}");
+
+    let against = spark_tiny();
+    let check = ["check", argument(&out), "--against", argument(&against), "--runner", "htp"];
+    let more = ["--steps", "24", "--greedy", "24", "--tie-margin", "0.05", "--min-snr", "45"];
+    let talk = firesteel(&[&check[..], &more, &["--record"]].concat());
+    let text = String::from_utf8(talk.stdout).unwrap();
+    assert!(talk.status.success(), "{text}");
+    for line in [
+        "compiled: for sm8750, 1 part, ",
+        "placed: all of 187 ops on the HTP",
+        "numerically right: yes on the emulator: ",
+        "speed: unknown here",
+    ] {
+        assert!(text.lines().any(|found| found.starts_with(line)), "{line}: {text}");
+    }
+    assert!(String::from_utf8(talk.stderr).unwrap().contains("emulating 64 steps takes about"));
+
+    let shown = stdout(&["inspect", "--verify", argument(&out)]);
+    for part in ["compiled for sm8750 (number 69, v79)", "measured on the emulator, 24 tokens"] {
+        assert!(shown.contains(part), "{part}: {shown}");
+    }
+    // A phone's time is nobody's guess: no line speaks of cycles or of time on a device.
+    assert!(!shown.contains("cycle") && !text.contains("cycle"));
+}
+
+#[test]
+fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (ranges, artifact, out) = (at("ranges.json"), at("artifact"), at("compiled"));
+    let (tiny, text) = (spark_tiny(), golden_path("spark-tiny/calibration.txt"));
+    let tiny = argument(&tiny);
+    let text = ["calibrate", tiny, "--text", argument(&text), "--samples", "6"];
+    stdout(&[&text[..], &["--tokens", "96", "--out", argument(&ranges)]].concat());
+    let quantize = ["quantize", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
+    stdout(&[&quantize[..], &["--context", "64", "--out", argument(&artifact)]].concat());
+    let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
+    let audit = &manifest["steps"][0]["parts"][0]["audit"];
+    assert_eq!(audit["findings"], json!([]));
+    assert_eq!(audit["weights"]["int8 per channel"]["tensors"], 21);
+    assert_eq!(audit["qnn_ops"]["RmsNorm"], 9);
+    assert_eq!(audit["qnn_ops"]["Gelu"], 4);
+
+    let check = |path: &Path| {
+        let report = firesteel(&[
+            "check",
+            argument(path),
+            "--against",
+            tiny,
+            "--steps",
+            "16",
+            "--greedy",
+            "0",
+            "--min-snr",
+            "30",
+            "--json",
+        ]);
+        let report = parsed(&String::from_utf8(report.stdout).unwrap());
+        report["output"]["db"].as_f64().unwrap()
+    };
+    let (evaluator, emulator) = (check(&artifact), check(&out));
+    assert!(emulator > 34.0 && (evaluator - emulator).abs() < 2.0, "{emulator} {evaluator}");
+}
+
+#[test]
+fn parts_and_shared_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    export_to(&checkpoint, half(&checkpoint), &at("decode"));
+    stdout(&compile(&at("decode"), &at("parts"), &["--split", "2"]));
+    let manifest = parsed(&stdout(&["inspect", "--json", argument(&at("parts"))]));
+    let parts = manifest["steps"][0]["parts"].as_array().unwrap();
+    let named: Vec<&str> = parts.iter().map(|part| part["name"].as_str().unwrap()).collect();
+    assert_eq!(named, ["decode-layers-0-2", "decode-layers-2-4", "decode-head-0"]);
+    let against = spark_tiny();
+    let check =
+        ["check", argument(&at("parts")), "--against", argument(&against)].map(str::to_owned);
+    let check: Vec<&str> = check.iter().map(String::as_str).collect();
+    let text =
+        stdout(&[&check[..], &["--steps", "8", "--greedy", "0", "--min-snr", "45"]].concat());
+    assert!(text.contains("parts 2, head graphs 1"), "{text}");
+
+    let prefill = ExportOptions { tokens: 16, ..half(&checkpoint) };
+    export_to(&checkpoint, prefill, &at("prefill"));
+    let (decode, prefill, shared) = (at("decode"), at("prefill"), at("shared"));
+    let two = |more: &[&'static str]| {
+        let mut arguments = compile(&decode, &shared, &[argument(&prefill), "--share-weights"]);
+        arguments.extend(more);
+        arguments.into_iter().map(str::to_owned).collect::<Vec<String>>()
+    };
+    let wrong = two(&["--graphs", "decode,prefill-128"]);
+    let wrong: Vec<&str> = wrong.iter().map(String::as_str).collect();
+    assert!(refusal(&wrong).contains("the artifacts are decode,prefill-16"));
+    let right = two(&["--graphs", "decode,prefill-16", "--json"]);
+    let right: Vec<&str> = right.iter().map(String::as_str).collect();
+    let manifest = parsed(&stdout(&right));
+    let alone: Vec<u64> = manifest["steps"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|step| step["parts"][0]["binary_bytes"].as_u64().unwrap())
+        .collect();
+    let together = manifest["shared"]["bytes"].as_u64().unwrap();
+    assert!(together * 4 < 5 * alone.iter().max().unwrap(), "{together} against {alone:?}");
+    let text = stdout(&[
+        "check",
+        argument(&shared),
+        "--graph",
+        "prefill-16",
+        "--against",
+        argument(&against),
+        "--steps",
+        "32",
+        "--greedy",
+        "0",
+    ]);
+    assert!(text.contains("32 tokens in steps of 16"), "{text}");
+}
+
+#[test]
+fn what_was_compiled_before_a_failure_is_not_compiled_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (artifact, out) = (folder.path().join("artifact"), folder.path().join("compiled"));
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    let pieces = ExportOptions { dialect: Dialect::Portable, context: 33, ..slice(&checkpoint) };
+    export_to(&checkpoint, pieces, &artifact);
+    let talk = refusal(&compile(&artifact, &out, &[]));
+    for part in ["decomposed: layers.0.", "--dialect qnn", "--allow RULE"] {
+        assert!(talk.contains(part), "{part}: {talk}");
+    }
+    assert_eq!(names(folder.path()), ["artifact"]);
+    let allowed = compile(&artifact, &out, &["--allow", "decomposed,missing,operator,inserted"]);
+    let output = firesteel(&allowed);
+    let talk = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && talk.contains("decode was compiled before"), "{talk}");
+    assert!(String::from_utf8(output.stdout).unwrap().contains("  allowed: decomposed: "));
+    // Its parts are gone from the cache, so this is compiled anew.
+    let talk = firesteel(&[&allowed[..], &["--force"]].concat());
+    assert!(talk.status.success());
+    assert!(!String::from_utf8(talk.stderr).unwrap().contains("compiled before"));
+}
+
+/// A graph in which every value is quantized.
+struct Quantized {
+    graph: Graph,
+}
+
+impl Quantized {
+    fn new() -> Self {
+        Self { graph: Graph::new("step") }
+    }
+
+    fn constant(&mut self, name: String, tensor: Tensor) -> ValueId {
+        let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
+        self.graph.add_constant(name, dtype, shape, Constant::Tensor(tensor)).unwrap()
+    }
+
+    /// `x` to integers of `dtype` and back.
+    fn through(&mut self, x: ValueId, name: &str, dtype: DType) -> ValueId {
+        let zero = if dtype == DType::U16 { 32768 } else { 0 };
+        let scale = Tensor::from_f32(vec![], vec![1e-3]).unwrap();
+        let scale = self.constant(format!("{name}.scale"), scale);
+        let zero = Tensor::from_i32_as(dtype, vec![], &[zero]).unwrap();
+        let zero = self.constant(format!("{name}.zero"), zero);
+        let op = Op::QuantizeLinear { axis: None };
+        let q = self.graph.add(op, &[x, scale, zero], format!("{name}.q")).unwrap();
+        let op = Op::DequantizeLinear { axis: None };
+        self.graph.add(op, &[q, scale, zero], format!("{name}.real")).unwrap()
+    }
+
+    fn input(&mut self, name: &str, shape: &[usize], dtype: DType) -> ValueId {
+        let x = self.graph.input(name, DType::F32, shape.to_vec()).unwrap();
+        self.through(x, name, dtype)
+    }
+
+    fn node(&mut self, op: Op, inputs: &[ValueId], name: &str, dtype: DType) -> ValueId {
+        let y = self.graph.add(op, inputs, name).unwrap();
+        self.through(y, name, dtype)
+    }
+
+    fn finish(mut self, output: ValueId) -> Graph {
+        self.graph.output(output).unwrap();
+        self.graph
+    }
+}
+
+/// q · k in 16 bits with keys of `keys`.
+fn scores(keys: DType) -> Graph {
+    let mut graph = Quantized::new();
+    let q = graph.input("q", &[1, 2, 1, 64], DType::U16);
+    let k = graph.input("k", &[1, 2, 64, 32], keys);
+    let y = graph.node(Op::MatMul, &[q, k], "scores", DType::U16);
+    graph.finish(y)
+}
+
+/// x · erf(x), quantized after each operator.
+fn erf() -> Graph {
+    let mut graph = Quantized::new();
+    let x = graph.input("x", &[1, 256], DType::U16);
+    let erf = graph.node(Op::Erf, &[x], "erf", DType::U16);
+    let y = graph.node(Op::Mul, &[x, erf], "product", DType::U16);
+    graph.finish(y)
+}
+
+/// a + b into another type, at once or by an explicit conversion.
+fn sum(explicit: bool) -> Graph {
+    let mut graph = Quantized::new();
+    let a = graph.input("a", &[1, 256], DType::U16);
+    let b = graph.input("b", &[1, 256], DType::U16);
+    let y = graph.node(Op::Add, &[a, b], "sum", if explicit { DType::U16 } else { DType::U8 });
+    let y = if explicit { graph.through(y, "narrow", DType::U8) } else { y };
+    graph.finish(y)
+}
+
+/// An artifact whose step is another graph.
+fn artifact_of(graph: &Path, from: &Path, to: &Path) {
+    crate::support::copy_folder(from, to);
+    std::fs::copy(graph, to.join("model.onnx")).unwrap();
+    let bytes = std::fs::read(graph).unwrap();
+    let digest = Sha256::digest(&bytes);
+    let hash: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let file = to.join("manifest.json");
+    let mut manifest = parsed(&std::fs::read_to_string(&file).unwrap());
+    manifest["graphs"][0]["bytes"] = json!(bytes.len());
+    manifest["graphs"][0]["sha256"] = json!(hash);
+    std::fs::write(&file, manifest.to_string()).unwrap();
+}
+
+fn write(graph: &Graph, folder: &Path) -> PathBuf {
+    let model = ModelFile {
+        name: "bad.onnx".into(),
+        data_file: "bad.data".into(),
+        graph,
+        opset: 23,
+        producer_version: "0".into(),
+        metadata: Vec::new(),
+    };
+    WritePlan::new(vec![model], Vec::new()).unwrap().write(folder, 1, &|_| {}).unwrap();
+    folder.join("bad.onnx")
+}
+
+#[test]
+fn bad_graphs_are_caught_each_with_its_own_words() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = folder.path().join("good");
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    export_to(&checkpoint, slice(&checkpoint), &good);
+    let data =
+        |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/compile").join(name);
+    let written = |name: &str, graph: Graph| {
+        let folder = folder.path().join(name);
+        std::fs::create_dir(&folder).unwrap();
+        write(&graph, &folder)
+    };
+    let cases: [(&str, PathBuf, &[&str]); 5] = [
+        (
+            "u16 keys",
+            written("keys", scores(DType::U16)),
+            &["convert: scores/MatMul", "from u16 to u8", "keys and values", "must be s16"],
+        ),
+        (
+            "Erf in integers",
+            written("erf", erf()),
+            &["cpu: erf/Erf: Erf stays on the CPU", "--dialect qnn"],
+        ),
+        (
+            "mixed-type Add",
+            written("sum", sum(false)),
+            &["float: sum/Add: Add is computed in f32", "reads u16 and makes u8", "explicitly"],
+        ),
+        ("block int4", data("block_int4.onnx"), &["block_size is 32", "one scale a row"]),
+        ("unsupported op", data("resize.onnx"), &["larger", "Resize", "not supported"]),
+    ];
+    let mut failures = Vec::new();
+    for (number, (name, graph, parts)) in cases.into_iter().enumerate() {
+        let artifact = folder.path().join(format!("artifact-{number}"));
+        artifact_of(&graph, &good, &artifact);
+        let out = folder.path().join("out");
+        let talk = refusal(&compile(&artifact, &out, &[]));
+        failures.extend(
+            parts
+                .iter()
+                .filter(|part| !talk.contains(**part))
+                .map(|part| format!("{name}: {part:?} is not in {talk}")),
+        );
+        assert!(!out.exists(), "{name}");
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+fn worker() -> WorkerCommand {
+    WorkerCommand {
+        program: env!("CARGO_BIN_EXE_firesteel").into(),
+        arguments: vec!["worker".into()],
+    }
+}
+
+const LIMITS: Limits = Limits { memory: 8 << 30, time: Duration::from_secs(300) };
+
+fn request<'a>(models: &'a [ContextModel], worker: &'a WorkerCommand) -> CompileRequest<'a> {
+    CompileRequest {
+        models,
+        soc: Soc::find("sm8750").unwrap(),
+        performance: Performance::Default,
+        account: true,
+        cpu_nodes: CpuNodes::Refused,
+        library: None,
+        worker,
+        limits: LIMITS,
+    }
+}
+
+#[test]
+fn what_the_graph_spells_passes_the_audit() {
+    for (name, graph) in [("s16 keys", scores(DType::I16)), ("explicit", sum(true))] {
+        let folder = tempfile::tempdir().unwrap();
+        let source = tempfile::tempdir().unwrap();
+        let model = write(&graph, source.path());
+        let models = [ContextModel { model, context: "c.onnx".into() }];
+        let worker = worker();
+        let request = request(&models, &worker);
+        let outcome = compile_contexts(&request, folder.path(), &mut |_, _| {}).unwrap();
+        let [dump] = &outcome.graphs[..] else { panic!("{name}: {:?}", outcome.graphs) };
+        let json = std::fs::read(folder.path().join(dump)).unwrap();
+        let dump = Dump::parse(&json).unwrap();
+        let result = audit(&graph, &dump, None, Placement::Htp);
+        assert_eq!(result.findings, [], "{name}");
+        // The same list against another graph has something to say.
+        let other = audit(&erf(), &dump, None, Placement::Htp);
+        assert!(other.findings.iter().any(|finding| finding.rule == Rule::Missing), "{name}");
+    }
+}
+
+/// The error of a child, with code and advice.
+fn child_error(result: Result<impl Sized, OrtError>) -> (Vec<&'static str>, String) {
+    match result.err().unwrap() {
+        error @ OrtError::Child { .. } => {
+            let text = error.to_string();
+            let OrtError::Child { diagnoses, .. } = error else { unreachable!() };
+            (diagnoses.iter().map(|diagnosis| diagnosis.code).collect(), text)
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn failures_of_the_child_say_why_and_what_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = write(&scores(DType::I16), folder.path());
+    let models = [ContextModel { model, context: "c.onnx".into() }];
+    let ours = worker();
+    let fresh = || tempfile::tempdir().unwrap();
+    let run = |request: &CompileRequest<'_>, folder: &Path| {
+        compile_contexts(request, folder, &mut |_, _| {})
+    };
+
+    // A chip that the compiler does not know, past our own table.
+    let unknown = Soc { number: 9999, ..Soc::find("sm8750").unwrap() };
+    let odd = CompileRequest { soc: unknown, ..request(&models, &ours) };
+    let (codes, text) = child_error(run(&odd, fresh().path()));
+    assert_eq!(codes.first(), Some(&"INVALID_CONFIG"), "{text}");
+
+    let once = fresh();
+    run(&request(&models, &ours), once.path()).unwrap();
+    let (codes, text) = child_error(run(&request(&models, &ours), once.path()));
+    assert_eq!(codes.first(), Some(&"context file exists"), "{text}");
+
+    let binary = once.path().join("c_qnn.bin");
+    let whole = std::fs::read(&binary).unwrap();
+    let options = HtpOptions { library: None, worker: worker(), limits: LIMITS };
+    let context = once.path().join("c.onnx");
+    for length in [whole.len() / 2, 100] {
+        std::fs::write(&binary, &whole[..length]).unwrap();
+        let (codes, text) = child_error(HtpModel::open(&context, &options));
+        assert!(!codes.is_empty(), "{text}");
+        assert!(text.contains("inspect --verify"), "{text}");
+    }
+
+    for (limits, part) in [
+        (Limits { memory: 1 << 20, ..LIMITS }, "the limit is 1 MiB; raise --memory-limit"),
+        (Limits { time: Duration::ZERO, ..LIMITS }, "the limit is 0 s; raise --time-limit"),
+    ] {
+        let small = CompileRequest { limits, ..request(&models, &ours) };
+        let (_, text) = child_error(run(&small, fresh().path()));
+        assert!(text.contains(part), "{text}");
+    }
+
+    for (script, part) in [
+        ("kill -SEGV $$", "crashed (signal 11) inside Qualcomm's libraries"),
+        ("kill -KILL $$", "was killed; if nobody did it, the machine ran out of memory"),
+        ("echo spoke; exit 3", "ended with exit code 3\nits last lines:\nspoke"),
+        ("exit 0", "gave no answer"),
+    ] {
+        let worker =
+            WorkerCommand { program: "sh".into(), arguments: vec!["-c".into(), script.into()] };
+        let (_, text) = child_error(run(&request(&models, &worker), fresh().path()));
+        assert!(text.contains(part), "{script}: {text}");
+        let options = HtpOptions { worker, ..options.clone() };
+        child_error(HtpModel::open(&context, &options));
+    }
+}
+
+#[test]
+fn options_are_refused_before_anything_starts() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    export_to(&checkpoint, slice(&checkpoint), &at("half"));
+    let wide = ExportOptions { precision: Precision::Fp32, ..slice(&checkpoint) };
+    export_to(&checkpoint, wide, &at("wide"));
+    std::fs::create_dir(at("mine")).unwrap();
+    std::fs::write(at("mine/notes"), "").unwrap();
+    let (half, wide, out, mine) = (at("half"), at("wide"), at("out"), at("mine"));
+    let (half, wide, out, mine) =
+        (argument(&half), argument(&wide), argument(&out), argument(&mine));
+    let tiny = spark_tiny();
+    let cases: [(&[&str], &[&str]); 9] = [
+        (
+            &["compile", half, "--soc", "sm9999", "--out", out],
+            &["soc sm9999 is not known", "sm8750 (number 69, v79, Snapdragon 8 Elite"],
+        ),
+        (&["compile", wide, "--soc", "sm8750", "--out", out], &["f32", "--precision fp16"]),
+        (&["compile", half, "--soc", "sm8750", "--out", out, "--split", "0"], &["--split"]),
+        (
+            &["compile", half, "--soc", "sm8750", "--out", out, "--split", "2"],
+            &["2 parts of 1 layers"],
+        ),
+        (&["compile", half, "--soc", "sm8750", "--out", out, "--perf", "fast"], &["burst"]),
+        (&["compile", half, "--soc", "sm8750", "--out", out, "--allow", "all"], &["float"]),
+        (&["compile", half, "--soc", "sm8750", "--out", out, "--share-weights"], &["two steps"]),
+        (
+            &["compile", half, "--soc", "sm8750", "--out", mine, "--force"],
+            &["is no compiled firesteel artifact"],
+        ),
+        (
+            &["check", half, "--against", argument(&tiny), "--runner", "htp"],
+            &["compile this one first"],
+        ),
+    ];
+    for (arguments, parts) in cases {
+        let talk = refusal(arguments);
+        for part in parts {
+            assert!(talk.contains(part), "{arguments:?}: {part:?} is not in {talk}");
+        }
+    }
+    assert_eq!(names(&at("mine")), ["notes"]);
+}
+
+#[test]
+fn a_damaged_compiled_artifact_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    let options = ExportOptions { context: 65, ..slice(&checkpoint) };
+    export_to(&checkpoint, options, &at("artifact"));
+    stdout(&compile(&at("artifact"), &at("good"), &[]));
+    let file = at("good/manifest.json");
+    let manifest = parsed(&std::fs::read_to_string(&file).unwrap());
+    let show = |manifest: &Value| {
+        std::fs::write(&file, manifest.to_string()).unwrap();
+        refusal(&["inspect", argument(&at("good"))])
+    };
+    let changed = |pointer: &str, value: Value| {
+        let mut changed = manifest.clone();
+        *changed.pointer_mut(pointer).unwrap() = value;
+        changed
+    };
+    for (pointer, value, part) in [
+        ("/format_version", json!(9), "compile the artifact again"),
+        ("/files/0/name", json!("../config.json"), "is not a bare file name"),
+        ("/steps", json!([]), "names no step"),
+        ("/steps/0/parts/0/binary", json!("other.bin"), "is not among the files"),
+        ("/steps/0/parts", json!([]), "0 of 1 layers"),
+        ("/files/0/bytes", json!(1), "the manifest has 1"),
+    ] {
+        let talk = show(&changed(pointer, value));
+        assert!(talk.contains(part), "{pointer}: {talk}");
+    }
+    std::fs::write(&file, changed("/libraries/qnn_sdk", json!("2.40.0")).to_string()).unwrap();
+    let tiny = spark_tiny();
+    let check = ["check", argument(&at("good")), "--against", argument(&tiny)].map(str::to_owned);
+    let check: Vec<&str> = check.iter().map(String::as_str).collect();
+    let talk = refusal(&check);
+    assert!(talk.contains("the QNN SDK was 2.40.0 and is 2.51.0; compile it again"), "{talk}");
+
+    std::fs::write(&file, manifest.to_string()).unwrap();
+    let binary = at("good/decode_qnn.bin");
+    let mut bytes = std::fs::read(&binary).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&binary, bytes).unwrap();
+    assert!(stdout(&["inspect", argument(&at("good"))]).contains("compiled for sm8750"));
+    assert!(refusal(&["inspect", "--verify", argument(&at("good"))]).contains("is damaged"));
+    assert!(refusal(&check).contains("is damaged"));
+}

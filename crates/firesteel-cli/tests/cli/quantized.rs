@@ -1,0 +1,303 @@
+//! Step graphs in integers: from a text to an artifact, on the evaluator and on ONNX Runtime.
+
+use crate::support::{argument, artifact_runners, golden_path, refusal, spark_tiny, stdout};
+use firesteel_artifact::Artifact;
+use firesteel_check::SnrMeter;
+use firesteel_checkpoint::Checkpoint;
+use firesteel_engine::CheckpointEmbedding;
+use firesteel_step::{Embedding, KvState};
+use firesteel_tensor::DType;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+const CALIBRATION: &str = "tests/golden/spark-tiny/calibration.txt";
+const HELD_OUT: &str = "tests/golden/spark-tiny/heldout.txt";
+
+fn number(report: &Value, pointer: &str) -> f64 {
+    report.pointer(pointer).and_then(Value::as_f64).unwrap_or(f64::NAN)
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&stdout(&[arguments, &["--json"]].concat())).unwrap()
+}
+
+/// Ranges of spark-tiny, learned once.
+fn ranges() -> &'static Path {
+    static FILE: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+    let (_, file) = FILE.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("ranges.json");
+        let tiny = spark_tiny();
+        let command = ["calibrate", argument(&tiny), "--text", CALIBRATION, "--samples", "8"];
+        let report = json(&[&command[..], &["--out", argument(&file)]].concat());
+        assert_eq!(report["past_window"], true);
+        (folder, file)
+    });
+    file
+}
+
+fn quantize(out: &Path, options: &[&str]) -> Value {
+    let tiny = spark_tiny();
+    let ranges = argument(ranges());
+    let command = ["quantize", argument(&tiny), "--ranges", ranges, "--out", argument(out)];
+    json(&[&command[..], options].concat())
+}
+
+#[test]
+fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = spark_tiny();
+    let mut results = Vec::new();
+    for kv in ["s16", "u8"] {
+        let out = folder.path().join(kv);
+        let options = ["--scheme", "w8a16", "--kv", kv, "--context", "256", "--embedding"];
+        let checked = ["--check-text", HELD_OUT, "--check-tokens", "80"];
+        let report = quantize(&out, &[&options[..], &checked].concat());
+        assert_eq!(report["matrices"], serde_json::json!({"i16": 4, "i8": 21}));
+        // Eight bits, and a scale for every 256 or 512 of them.
+        let bits = number(&report, "/bits_per_weight");
+        assert!(bits > 8.0 && bits < 8.2, "{bits}");
+        assert_eq!(report["compared_tokens"], 80);
+        let values = report["values"].as_array().unwrap();
+        let of = |index: usize| number(&values[index], "/snr/db");
+        assert!(values.len() > 100 && of(0) > 28.0, "{}", values[0]);
+        let sorted = |i: usize| of(i - 1) <= of(i) || of(i).is_nan();
+        assert!((1..values.len()).all(sorted), "not sorted");
+        for layer in report["layers"].as_array().unwrap() {
+            assert!(number(layer, "/snr/db") > 36.0, "{layer}");
+        }
+        let command = ["check", argument(&out), "--against", argument(&tiny), "--text", HELD_OUT];
+        let runners = ["--runner", "ort", "--tokens", "400", "--min-snr", "36"];
+        let check = json(&[&command[..], &runners].concat());
+        assert_eq!(check["passed"], true, "{check}");
+        results.push((number(&check, "/text/logits/db"), number(&check, "/text/top1")));
+    }
+    let [(_, wide), (narrow_db, narrow)] = results[..] else { panic!("{results:?}") };
+    assert!(wide >= 0.975, "{results:?}");
+    assert!(narrow_db >= 36.0 && narrow >= wide - 0.005, "{results:?}");
+}
+
+#[test]
+fn the_evaluator_gives_what_onnx_runtime_gives_on_every_kind_of_graph() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = Arc::new(Checkpoint::open(&spark_tiny()).unwrap());
+    let embedding = CheckpointEmbedding::new(Arc::clone(&checkpoint));
+    let ids: Vec<u32> = (0..76u32).map(|i| (i * 131 + 7) % 2048).collect();
+    // The runtime computes in f32 and the evaluator in f64, so a number that lies between two
+    // integers now and then becomes the other one; eight bits make that a larger step.
+    let cases: [(&str, f64); 8] = [
+        ("--scheme w8a16", 60.0),
+        ("--scheme w8a16 --kv s8", 45.0),
+        ("--scheme w8a16 --kv u8 --cache-layout roll --tokens 4", 45.0),
+        ("--scheme w8a16 --kv f16 --tokens 4 --logits all", 60.0),
+        ("--scheme w4a16 --cache-layout roll", 60.0),
+        ("--scheme w8a8 --no-lm-head", 38.0),
+        ("--scheme w16a16 --head-shards 3 --tokens 4", 60.0),
+        ("--scheme w4a16 --keep *down_proj*=fp16 --keep *head*=w8 --gelu sigmoid", 60.0),
+    ];
+    let mut failures = Vec::new();
+    for (index, (options, bar)) in cases.into_iter().enumerate() {
+        let out = folder.path().join(index.to_string());
+        let options: Vec<&str> = options.split(' ').collect();
+        // Another GELU has other values, and so other ranges.
+        let gelu = options.contains(&"--gelu");
+        if gelu {
+            let file = folder.path().join("gelu.json");
+            let tiny = spark_tiny();
+            let command = ["calibrate", argument(&tiny), "--text", CALIBRATION, "--samples", "1"];
+            json(&[&command[..], &["--gelu", "sigmoid", "--out", argument(&file)]].concat());
+            let command = ["quantize", argument(&tiny), "--ranges", argument(&file), "--out"];
+            json(&[&command[..], &[argument(&out), "--context", "96"], &options].concat());
+        } else {
+            quantize(&out, &[&["--context", "96"], &options[..]].concat());
+        }
+        let artifact = Artifact::open(&out).unwrap();
+        artifact.verify().unwrap();
+        let [mut evaluator, mut ort] =
+            <[_; 2]>::try_from(artifact_runners(&artifact)).ok().unwrap();
+        let spec = evaluator.spec().clone();
+        // Both get the evaluator's caches, so that a step shows its own error alone.
+        let mut state = KvState::new(&spec).unwrap();
+        let mut meters = vec![SnrMeter::default(); spec.outputs.len()];
+        for ids in ids.chunks_exact(spec.tokens) {
+            let mut x = vec![0f32; ids.len() * embedding.hidden_size()];
+            embedding.lookup(ids, &mut x).unwrap();
+            let step = state.prepare(&spec, &x).unwrap();
+            let inputs = state.inputs(&spec, &step).unwrap();
+            let [left, right] =
+                [&mut evaluator, &mut ort].map(|runner| runner.step(&inputs).unwrap());
+            for (port, meter) in meters.iter_mut().enumerate() {
+                let [left, right] = [&left, &right].map(|step| &step.tensors()[port]);
+                meter.add(&left.view().to_f32().unwrap(), &right.view().to_f32().unwrap());
+            }
+            state.commit(&spec, step, &left).unwrap();
+        }
+        for (output, meter) in spec.outputs.iter().zip(&meters) {
+            if !meter.snr().reaches(bar) {
+                failures.push(format!("{options:?} {}: {:?}", output.name, meter.snr().db));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn an_artifact_in_floats_becomes_the_same_integers() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tiny, float) = (spark_tiny(), folder.path().join("float"));
+    let step = ["--context", "80", "--cache-layout", "ring"];
+    let command = ["export", argument(&tiny), "--dialect", "qnn", "--embedding", "--out"];
+    stdout(&[&command[..], &[argument(&float)], &step].concat());
+    let ranges = folder.path().join("ranges.json");
+    let command = ["calibrate", argument(&float), "--text", CALIBRATION, "--tokens", "80"];
+    let options = ["--samples", "2", "--out", argument(&ranges)];
+    json(&[&command[..], &options].concat());
+    let mut models = Vec::new();
+    for (source, name, options) in [(&float, "a", &[][..]), (&tiny, "b", &step)] {
+        let out = folder.path().join(name);
+        let command = ["quantize", argument(source), "--scheme", "w8a16", "--embedding"];
+        let ranges = ["--ranges", argument(&ranges), "--out", argument(&out)];
+        json(&[&command[..], &ranges, options].concat());
+        let read = |name: &str| std::fs::read(out.join(name)).unwrap();
+        models.push((read("model.onnx"), read("model.onnx.data"), read("report.json")));
+        let artifact = Artifact::open(&out).unwrap();
+        assert!(artifact.embedding().unwrap().is_some());
+        assert_eq!(artifact.manifest().quantization.as_ref().unwrap().ports.len(), 16);
+    }
+    assert!(models[0] == models[1], "other bytes");
+}
+
+#[test]
+fn mixed_widths_keep_their_budget_and_are_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let options = ["--scheme", "mixed", "--bits", "5.27", "--context", "96", "--head-shards", "2"];
+    let text = ["--text", CALIBRATION, "--text-tokens", "256", "--quick"];
+    let report = quantize(&out, &[&options[..], &text].concat());
+    let bits = number(&report, "/bits_per_weight");
+    assert!((5.0..=5.27).contains(&bits), "{bits}");
+    assert_eq!(report["rounding_tokens"], 256);
+    let raised = report["raised"].as_array().unwrap().len();
+    let artifact = Artifact::open(&out).unwrap();
+    let weights = &artifact.manifest().quantization.as_ref().unwrap().weights;
+    let count = |dtype| weights.iter().filter(|weight| weight.dtype == dtype).count();
+    // 20 matrices of the layers, two halves of the head, and four gates.
+    assert!(raised > 0 && count(DType::I8) >= raised, "{report}");
+    assert_eq!(count(DType::I4) + count(DType::I8), 22);
+    assert_eq!(count(DType::I16), 4);
+    assert_eq!(weights.len(), 26);
+}
+
+#[test]
+fn ranges_made_up_say_so_everywhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tiny, out) = (spark_tiny(), folder.path().join("out"));
+    let command = ["quantize", argument(&tiny), "--scheme", "w4a16", "--uncalibrated", "--out"];
+    let text = stdout(&[&command[..], &[argument(&out)]].concat());
+    assert!(text.contains("w4a16 with s16 keys and values, UNCALIBRATED"), "{text}");
+    assert!(out.join("model-uncalibrated.onnx").is_file());
+    let read = |name: &str| -> Value {
+        serde_json::from_slice(&std::fs::read(out.join(name)).unwrap()).unwrap()
+    };
+    let shown = stdout(&["inspect", argument(&out)]);
+    assert!(shown.contains("quantized: w4a16 with s16 keys and values"), "{shown}");
+    assert!(shown.contains("UNCALIBRATED: its numbers are wrong"), "{shown}");
+    assert!(shown.contains("v_new_3 in the graph: i16, scale "), "{shown}");
+    assert_eq!(read("manifest.json")["quantization"]["calibrated"], false);
+    assert_eq!(read("report.json")["calibrated"], false);
+}
+
+#[test]
+fn what_cannot_be_quantized_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = spark_tiny();
+    let mini = golden_path("spark/mini");
+    let (tiny, mini) = (argument(&tiny), argument(&mini));
+    let nowhere = folder.path().join("out");
+    let portable = folder.path().join("portable");
+    stdout(&["export", tiny, "--out", argument(&portable)]);
+    let float = folder.path().join("float");
+    stdout(&["export", tiny, "--dialect", "qnn", "--out", argument(&float)]);
+    let known = argument(ranges());
+    let broken = folder.path().join("broken.json");
+    std::fs::write(&broken, std::fs::read_to_string(known).unwrap().replace("range8", "r8"))
+        .unwrap();
+    let partial = folder.path().join("partial.json");
+    let text = std::fs::read_to_string(known).unwrap();
+    std::fs::write(&partial, text.replace("\"layers.2.mlp.up\"", "\"other\"")).unwrap();
+    let [broken, partial] = [argument(&broken), argument(&partial)];
+    let w8 = ["--scheme", "w8a16"];
+    let cases: Vec<(Vec<&str>, &str)> = vec![
+        (vec![tiny, "--scheme", "w8a16"], "needs the ranges of the activations: give --ranges"),
+        (vec![tiny], "--format <FORMAT>"),
+        (vec![tiny, "--scheme", "w8a16", "--format", "q8_0"], "cannot be used with"),
+        (
+            vec![tiny, "--format", "q8_0", "--kv", "u8"],
+            "--kv goes with --scheme, not with --format",
+        ),
+        ([&[tiny, "--ranges", "none.json"][..], &w8].concat(), "none.json"),
+        ([&[mini, "--ranges", known][..], &w8].concat(), "were learned from other weights"),
+        ([&[tiny, "--ranges", broken][..], &w8].concat(), "range8 is missing"),
+        ([&[tiny, "--ranges", partial][..], &w8].concat(), "the ranges have no layers.2.mlp.up"),
+        (
+            vec![tiny, "--ranges", known, "--scheme", "w8a8", "--kv", "s16"],
+            "--kv s16: there is no product of 8-bit activations and 16-bit keys",
+        ),
+        (
+            [&[tiny, "--ranges", known, "--keep", "*nothing*=w8"][..], &w8].concat(),
+            "--keep *nothing*: no matrix has such a name; some are model.layers.0",
+        ),
+        ([&[tiny, "--keep", "a=w3"][..], &w8].concat(), "\"w3\" is no width"),
+        (
+            [&[argument(&portable), "--ranges", known][..], &w8].concat(),
+            "in the portable dialect; one in f32 in the qnn dialect is quantized",
+        ),
+        (
+            [&[argument(&float), "--ranges", known, "--context", "9"][..], &w8].concat(),
+            "the step is that of the artifact",
+        ),
+        (
+            [&[argument(&float), "--ranges", known][..], &w8].concat(),
+            "the ranges are of the checkpoint; calibrate the artifact",
+        ),
+        (
+            vec![tiny, "--ranges", known, "--scheme", "mixed", "--text", CALIBRATION],
+            "--scheme mixed needs --bits or --budget-db",
+        ),
+        (
+            vec![tiny, "--ranges", known, "--scheme", "mixed", "--bits", "5"],
+            "--scheme mixed needs --text",
+        ),
+        (
+            [&[tiny, "--ranges", known, "--bits", "5"][..], &w8].concat(),
+            "--bits and --budget-db go with --scheme mixed, not with w8a16",
+        ),
+    ];
+    let mut failures = Vec::new();
+    for (arguments, expected) in cases {
+        let command = [&["quantize"], &arguments[..], &["--out", argument(&nowhere)]].concat();
+        let talk = refusal(&command);
+        if !talk.contains(expected) || nowhere.exists() {
+            failures.push(format!("{arguments:?}: {talk}"));
+        }
+    }
+    let cases: Vec<(Vec<&str>, &str)> = vec![
+        (vec![tiny], "there is nothing to read; give --text or --chat"),
+        (vec![mini, "--text", CALIBRATION], "a text needs the model's tokenizer; see --spread"),
+        (vec![tiny, "--text", CALIBRATION, "--tokens", "0"], "1 or more is accepted"),
+        (vec![tiny, "--text", CALIBRATION, "--context", "9"], "sequences have up to"),
+        (vec![tiny, "--text", CALIBRATION, "--layers", "1:2"], "a text enters at layer 0"),
+        (vec![argument(&portable), "--text", CALIBRATION], "in the portable dialect"),
+        (vec![tiny, "--text", CALIBRATION, "--out", known], "exists already"),
+    ];
+    for (arguments, expected) in cases {
+        let out: &[&str] =
+            if arguments.contains(&"--out") { &[] } else { &["--out", argument(&nowhere)] };
+        let talk = refusal(&[&["calibrate"], &arguments[..], out].concat());
+        if !talk.contains(expected) || nowhere.exists() {
+            failures.push(format!("calibrate {arguments:?}: {talk}"));
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}

@@ -1,0 +1,563 @@
+use crate::manifest::{CompiledManifest, FileEntry, PartEntry, SharedEntry, StepEntry, Target};
+use crate::part::{Part, parts};
+use crate::{CompileError, Compiled, Libraries, Split};
+use firesteel_artifact::{Artifact, EmbeddingEntry, MANIFEST};
+use firesteel_check::audit::{Audit, Dump, Finding, Placement, Rule, Schematic, audit};
+use firesteel_checkpoint::{MappedFile, Replace, StagedFolder};
+use firesteel_graph::Graph;
+use firesteel_onnx::{ModelFile, WritePlan};
+use firesteel_ort::OrtError;
+use firesteel_ort::qnn::{
+    CompileOutcome, CompileRequest, ContextModel, CpuNodes, Limits, Performance, Soc,
+    WorkerCommand, compile_contexts,
+};
+use firesteel_tensor::DType;
+use fs_err as fs;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeSet;
+use std::fs::TryLockError;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// For whom and how to compile.
+#[derive(Debug, Clone)]
+pub struct CompileOptions {
+    /// The chip.
+    pub soc: Soc,
+    /// What a host is to ask of the device.
+    pub performance: Performance,
+    /// How the steps are cut.
+    pub split: Split,
+    /// Whether all steps also go into one binary with shared weights.
+    pub share_weights: bool,
+    /// Rules whose violations are let pass.
+    pub allow: BTreeSet<Rule>,
+    /// What the compiler may use for one part.
+    pub limits: Limits,
+    /// ONNX Runtime, or a folder that holds it.
+    pub library: Option<PathBuf>,
+    /// The program that does the work of the child process.
+    pub worker: WorkerCommand,
+    /// The folder in which finished parts wait for the others.
+    pub cache: PathBuf,
+    /// Whether an existing compiled artifact is replaced.
+    pub force: bool,
+}
+
+/// What the caller hears while it waits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Progress<'a> {
+    /// Another process compiles, and is waited for.
+    Waiting,
+    /// A part begins.
+    Part {
+        /// Its name.
+        name: &'a str,
+        /// Its number, from 1.
+        number: usize,
+        /// Number of parts.
+        count: usize,
+        /// Whether it was compiled before.
+        finished: bool,
+    },
+    /// The compiler works.
+    Working {
+        /// For how long.
+        time: Duration,
+        /// Most memory used so far, in bytes.
+        memory: u64,
+    },
+}
+
+/// Largest graph, by its constants, and largest binary: offsets in a session are signed 32-bit
+/// numbers.
+const SIZE_LIMIT: u64 = 2 << 30;
+
+/// Changes when finished parts of an older program are of no use.
+const CACHE_VERSION: &str = "1";
+
+/// Compiles `artifacts`, one for each step of the same model, and writes the folder `out`, complete
+/// or not at all.
+///
+/// Each part is compiled in a child process, audited and kept in the cache folder until all are
+/// done, so that what was compiled before a failure is not compiled again.
+///
+/// # Errors
+/// When the artifacts or options do not fit, the compiler fails, or the audit finds what is not
+/// allowed. Nothing is left at `out` then.
+pub fn compile(
+    artifacts: &[Artifact],
+    options: &CompileOptions,
+    out: &Path,
+    report: &mut dyn FnMut(Progress<'_>),
+) -> Result<Compiled, CompileError> {
+    let steps = step_names(artifacts)?;
+    // Compilations hold gigabytes and share finished parts, so there is one at a time. The lock is
+    // released when the file is closed, also by the end of a killed process.
+    fs::create_dir_all(&options.cache)?;
+    let lock = fs::File::create(options.cache.join("lock"))?;
+    if let Err(TryLockError::WouldBlock) = lock.file().try_lock() {
+        report(Progress::Waiting);
+        lock.file().lock()?;
+    }
+    let replace = if options.force { Replace::If(&CompiledManifest::owns) } else { Replace::Never };
+    let staged = StagedFolder::create(out, replace)?;
+    let mut planned = Vec::with_capacity(artifacts.len());
+    for (artifact, name) in artifacts.iter().zip(&steps) {
+        artifact.verify()?;
+        let parts = parts(artifact, name, options.split)?;
+        parts.iter().try_for_each(check_graph)?;
+        planned.push(parts);
+    }
+    let count = planned.iter().map(Vec::len).sum();
+    let mut number = 0;
+    let target = Target::new(options.soc, options.performance);
+    let allowed = options.allow.iter().copied().collect();
+    let mut manifest = CompiledManifest::new(target, allowed);
+    let mut finished = Vec::new();
+    for ((artifact, name), parts) in artifacts.iter().zip(&steps).zip(&planned) {
+        let mut entries = Vec::with_capacity(parts.len());
+        for part in parts {
+            number += 1;
+            let job = PartJob { artifact, part, options };
+            let folder = job.folder();
+            let done = folder.is_dir();
+            report(Progress::Part { name: &part.name, number, count, finished: done });
+            if !done {
+                job.compile(&folder, report)?;
+            }
+            entries.push(job.entry(&folder)?);
+            finished.push(folder);
+        }
+        manifest.steps.push(StepEntry {
+            name: name.clone(),
+            source: artifact.manifest().clone(),
+            parts: entries,
+            measured: None,
+        });
+    }
+    for (entry, folder) in manifest.steps.iter().flat_map(|step| &step.parts).zip(&finished) {
+        for name in [&entry.context, &entry.binary] {
+            take(&folder.join(name), &staged.path().join(name))?;
+        }
+    }
+    if options.share_weights {
+        manifest.shared = Some(share(artifacts, &planned, options, staged.path(), report)?);
+    }
+    copy_side_files(&artifacts[0], staged.path())?;
+    manifest.files = file_entries(staged.path())?;
+    let text = serde_json::to_vec_pretty(&manifest).map_err(std::io::Error::other)?;
+    fs::write(staged.path().join(MANIFEST), text)?;
+    Compiled::open(staged.path())?;
+    let folder = staged.commit()?;
+    for part in finished {
+        fs::remove_dir_all(part)?;
+    }
+    Compiled::open(&folder)
+}
+
+/// `decode` or `prefill-T` for each artifact.
+///
+/// # Errors
+/// When there is none, they are not of the same model, or two are the same step.
+pub fn step_names(artifacts: &[Artifact]) -> Result<Vec<String>, CompileError> {
+    let option = |problem: String| Err(CompileError::Option { option: "ARTIFACT", problem });
+    let Some((first, others)) = artifacts.split_first() else {
+        return option("at least one is needed".into());
+    };
+    for other in others {
+        let (one, two) = (first.manifest(), other.manifest());
+        let mine = (&one.model.checkpoint, one.model.random_seed, &one.options.layers);
+        if mine != (&two.model.checkpoint, two.model.random_seed, &two.options.layers)
+            || one.step.context != two.step.context
+        {
+            return option(format!(
+                "{} and {} are not steps of the same layers of the same model and context",
+                first.folder().display(),
+                other.folder().display()
+            ));
+        }
+    }
+    let mut names: Vec<String> = Vec::new();
+    for artifact in artifacts {
+        let name = match artifact.manifest().step.tokens {
+            1 => "decode".to_owned(),
+            tokens => format!("prefill-{tokens}"),
+        };
+        if names.contains(&name) {
+            return option(format!("two of them are {name}"));
+        }
+        names.push(name);
+    }
+    Ok(names)
+}
+
+/// Refuses a graph that cannot become a context before minutes are spent on it.
+fn check_graph(part: &Part) -> Result<(), CompileError> {
+    let graph = &part.graph;
+    let quantized = graph.op_counts().contains_key("QuantizeLinear");
+    let wide = graph.nodes().iter().find(|node| {
+        !quantized && node.outputs.iter().any(|id| graph.value(*id).dtype == DType::F32)
+    });
+    if let Some(node) = wide {
+        let problem = format!(
+            "{}: node {} makes f32 values, which the HTP computes in half precision; export with \
+             --precision fp16, or quantize",
+            part.name, node.name
+        );
+        return Err(CompileError::Option { option: "ARTIFACT", problem });
+    }
+    let bytes = constant_bytes(graph);
+    if bytes > SIZE_LIMIT {
+        return Err(CompileError::Size {
+            part: part.name.clone(),
+            what: "the graph's constant data",
+            bytes,
+            limit: SIZE_LIMIT,
+            way: "compile fewer layers at once (--split auto)",
+        });
+    }
+    Ok(())
+}
+
+/// Bytes of all constants.
+pub(crate) fn constant_bytes(graph: &Graph) -> u64 {
+    let size = |id| {
+        let value = graph.value(id);
+        value.dtype.byte_count(&value.shape).unwrap_or(usize::MAX) as u64
+    };
+    graph.constants().fold(0u64, |sum, (id, _)| sum.saturating_add(size(id)))
+}
+
+/// A part and how to compile it.
+struct PartJob<'a> {
+    artifact: &'a Artifact,
+    part: &'a Part,
+    options: &'a CompileOptions,
+}
+
+impl PartJob<'_> {
+    /// The folder of the finished part: its name is a hash of everything that the result depends
+    /// on.
+    fn folder(&self) -> PathBuf {
+        let mut hash = Sha256::new();
+        let libraries = Libraries::current();
+        let soc = self.options.soc;
+        for text in [
+            CACHE_VERSION,
+            &libraries.onnxruntime,
+            &libraries.onnxruntime_qnn,
+            &libraries.qnn_sdk,
+            soc.name,
+            &soc.number.to_string(),
+            &soc.arch.to_string(),
+            &self.part.name,
+            &self.part.identity,
+        ] {
+            hash.update(text);
+            hash.update([0]);
+        }
+        for data in &self.artifact.manifest().data {
+            hash.update(&data.xxh3);
+        }
+        let key: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        self.options.cache.join(key)
+    }
+
+    fn context(&self) -> String {
+        format!("{}.onnx", self.part.name)
+    }
+
+    /// Compiles into `folder`, which appears complete or not at all.
+    fn compile(
+        &self,
+        folder: &Path,
+        report: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<(), CompileError> {
+        let staged = StagedFolder::create(folder, Replace::Never)?;
+        let source = StagedFolder::create(&folder.with_added_extension("source"), Replace::Never)?;
+        let model = model_file(self.part, source.path())?;
+        let models = [ContextModel { model, context: self.context() }];
+        let mut request = self.options.request(&models, CpuNodes::Refused);
+        request.account = true;
+        let mut heartbeat = |time, memory| report(Progress::Working { time, memory });
+        let failed = match compile_contexts(&request, staged.path(), &mut heartbeat) {
+            Ok(outcome) => {
+                self.check_size(staged.path(), &outcome)?;
+                staged.commit()?;
+                return Ok(());
+            }
+            Err(error) => error,
+        };
+        if !on_cpu(&failed) {
+            return Err(failed.into());
+        }
+        // Which nodes stay on the CPU shows when they may.
+        drop(staged);
+        let staged = StagedFolder::create(folder, Replace::Never)?;
+        request.cpu_nodes = CpuNodes::Kept;
+        let Ok(outcome) = compile_contexts(&request, staged.path(), &mut heartbeat) else {
+            return Err(failed.into());
+        };
+        let audit = self.audit(staged.path(), &outcome.graphs, None, Placement::Mixed)?;
+        if audit.qnn_ops.is_empty() || audit.findings.is_empty() {
+            return Err(failed.into());
+        }
+        Err(CompileError::Findings { part: self.part.name.clone(), findings: audit.findings })
+    }
+
+    fn check_size(&self, folder: &Path, outcome: &CompileOutcome) -> Result<(), CompileError> {
+        let [binary] = &outcome.binaries[..] else {
+            let problem =
+                format!("{} binaries were written instead of one", outcome.binaries.len());
+            return Err(CompileError::Content { file: folder.to_owned(), problem });
+        };
+        let bytes = fs::metadata(folder.join(binary))?.len();
+        if bytes > SIZE_LIMIT {
+            return Err(CompileError::Size {
+                part: self.part.name.clone(),
+                what: "the context binary",
+                bytes,
+                limit: SIZE_LIMIT,
+                way: "compile fewer layers at once (--split auto)",
+            });
+        }
+        Ok(())
+    }
+
+    fn audit(
+        &self,
+        folder: &Path,
+        graphs: &[String],
+        schematic: Option<Schematic>,
+        placement: Placement,
+    ) -> Result<Audit, CompileError> {
+        let mut dump = Dump::default();
+        for graph in graphs {
+            let json = fs::read(folder.join(graph))?;
+            dump.extend(Dump::parse(&json).map_err(|source| self.unreadable(source))?);
+        }
+        Ok(audit(&self.part.graph, &dump, schematic, placement))
+    }
+
+    fn unreadable(&self, source: firesteel_check::audit::AuditError) -> CompileError {
+        CompileError::Audit { part: self.part.name.clone(), source }
+    }
+
+    /// The entry of a finished part.
+    ///
+    /// # Errors
+    /// When the audit finds something that is not allowed.
+    fn entry(&self, folder: &Path) -> Result<PartEntry, CompileError> {
+        let names = names(folder)?;
+        let ending = |end: &str| names.iter().find(|name| name.ends_with(end)).cloned();
+        let missing = |what: &str| CompileError::Content {
+            file: folder.to_owned(),
+            problem: format!("has no {what}; remove it and compile again"),
+        };
+        let binary = ending("_qnn.bin").ok_or_else(|| missing("binary"))?;
+        let schematic = ending("_schematic.bin").ok_or_else(|| missing("schematic"))?;
+        let graphs: Vec<String> = names
+            .iter()
+            .filter(|name| {
+                name.starts_with("QNN_")
+                    && name.ends_with(".json")
+                    && !name.ends_with("_tensor_log.json")
+            })
+            .cloned()
+            .collect();
+        let text = fs::read(folder.join(schematic))?;
+        let schematic = Schematic::parse(&String::from_utf8_lossy(&text))
+            .map_err(|source| self.unreadable(source))?;
+        let mut audit = self.audit(folder, &graphs, Some(schematic), Placement::Htp)?;
+        let bytes = MappedFile::open(&folder.join(&binary))?.bytes();
+        audit.findings.extend(wrong_target(&binary, &bytes, self.options.soc));
+        let refused: Vec<Finding> = audit
+            .findings
+            .iter()
+            .filter(|finding| !self.options.allow.contains(&finding.rule))
+            .cloned()
+            .collect();
+        if !refused.is_empty() {
+            return Err(CompileError::Findings { part: self.part.name.clone(), findings: refused });
+        }
+        Ok(PartEntry {
+            name: self.part.name.clone(),
+            role: self.part.role.clone(),
+            ports: self.part.ports.clone(),
+            context: self.context(),
+            binary_bytes: bytes.len() as u64,
+            binary,
+            constant_bytes: constant_bytes(&self.part.graph),
+            audit,
+        })
+    }
+}
+
+impl CompileOptions {
+    fn request<'a>(
+        &'a self,
+        models: &'a [ContextModel],
+        cpu_nodes: CpuNodes,
+    ) -> CompileRequest<'a> {
+        CompileRequest {
+            models,
+            soc: self.soc,
+            performance: self.performance,
+            account: false,
+            cpu_nodes,
+            library: self.library.clone(),
+            worker: &self.worker,
+            limits: self.limits,
+        }
+    }
+}
+
+/// Whether a compilation failed because nodes would stay on the CPU.
+fn on_cpu(error: &OrtError) -> bool {
+    let OrtError::Child { diagnoses, .. } = error else { return false };
+    // A back end that does not start leaves all nodes on the CPU, which says nothing about them.
+    diagnoses.first().is_some_and(|diagnosis| diagnosis.code == "CPU placement")
+}
+
+/// The finding that a binary does not say that it is for `soc`. It carries its compile
+/// configuration as text.
+fn wrong_target(binary: &str, bytes: &[u8], soc: Soc) -> Option<Finding> {
+    const MARK: &[u8] = b"soc_type=";
+    let meant = format!("soc_type={};arch={};", soc.name.to_uppercase(), soc.arch);
+    let start = bytes.windows(MARK.len()).position(|window| window == MARK);
+    let text = start.and_then(|start| bytes.get(start..)).unwrap_or_default();
+    if text.starts_with(meant.as_bytes()) {
+        return None;
+    }
+    let found: String = text.iter().take(meant.len()).map(|byte| char::from(*byte)).collect();
+    let detail = format!("says {found:?}, meant is {meant:?}");
+    Some(Finding { rule: Rule::Target, node: binary.to_owned(), detail })
+}
+
+/// The model file of a part: that of the artifact, or one written to `folder`.
+fn model_file(part: &Part, folder: &Path) -> Result<PathBuf, CompileError> {
+    if let Some(model) = &part.model {
+        return Ok(model.clone());
+    }
+    let name = format!("{}.onnx", part.name);
+    let file = ModelFile {
+        data_file: format!("{name}.data"),
+        name: name.clone(),
+        graph: &part.graph,
+        opset: firesteel_onnx::MAX_OPSET,
+        producer_version: env!("CARGO_PKG_VERSION").into(),
+        metadata: Vec::new(),
+    };
+    WritePlan::new(vec![file], Vec::new())?.write(folder, 2, &|_| {})?;
+    Ok(folder.join(name))
+}
+
+/// Compiles the steps once more, into one binary. The emulator cannot load it, so what was audited
+/// and is checked are the binaries of their own.
+fn share(
+    artifacts: &[Artifact],
+    planned: &[Vec<Part>],
+    options: &CompileOptions,
+    out: &Path,
+    report: &mut dyn FnMut(Progress<'_>),
+) -> Result<SharedEntry, CompileError> {
+    let option = |problem: &str| CompileError::Option {
+        option: "--share-weights",
+        problem: problem.to_owned(),
+    };
+    if artifacts.len() < 2 {
+        return Err(option("needs two steps, such as a decode and a prefill artifact"));
+    }
+    let mut models = Vec::new();
+    for parts in planned {
+        let [part] = &parts[..] else {
+            return Err(option("goes with steps of one part (--split 1, no head shards)"));
+        };
+        let model = part.model.clone().ok_or_else(|| option("goes with --split 1"))?;
+        models.push(ContextModel { model, context: format!("shared-{}.onnx", part.name) });
+    }
+    let folder = StagedFolder::create(&options.cache.join("shared"), Replace::Never)?;
+    report(Progress::Part { name: "shared", number: 1, count: 1, finished: false });
+    let request = options.request(&models, CpuNodes::Refused);
+    let outcome = compile_contexts(&request, folder.path(), &mut |time, memory| {
+        report(Progress::Working { time, memory });
+    })?;
+    let [binary] = &outcome.binaries[..] else {
+        let problem = format!("{} binaries were written instead of one", outcome.binaries.len());
+        return Err(CompileError::Content { file: folder.path().to_owned(), problem });
+    };
+    let bytes = fs::metadata(folder.path().join(binary))?.len();
+    take(&folder.path().join(binary), &out.join(binary))?;
+    let mut contexts = Vec::new();
+    for (model, parts) in models.iter().zip(planned) {
+        take(&folder.path().join(&model.context), &out.join(&model.context))?;
+        contexts.extend(parts.first().map(|part| (part.name.clone(), model.context.clone())));
+    }
+    Ok(SharedEntry { contexts, binary: binary.clone(), bytes })
+}
+
+/// Copies a file, by a link where the file system has them.
+fn take(from: &Path, to: &Path) -> Result<(), CompileError> {
+    if fs::hard_link(from, to).is_err() {
+        fs::copy(from, to)?;
+    }
+    Ok(())
+}
+
+/// Copies what a host needs besides the binaries.
+fn copy_side_files(artifact: &Artifact, out: &Path) -> Result<(), CompileError> {
+    let manifest = artifact.manifest();
+    let mut names: Vec<&str> = manifest.copied.iter().map(|file| file.name.as_str()).collect();
+    if let Some(EmbeddingEntry::File { file, .. }) = &manifest.embedding {
+        names.push(file);
+    }
+    for name in names {
+        fs::copy(artifact.folder().join(name), out.join(name))?;
+    }
+    Ok(())
+}
+
+fn file_entries(folder: &Path) -> Result<Vec<FileEntry>, CompileError> {
+    let entry = |name: String| {
+        let (bytes, xxh3) = identity(&folder.join(&name))?;
+        Ok(FileEntry { name, bytes, xxh3 })
+    };
+    names(folder)?.into_iter().map(entry).collect()
+}
+
+/// Length and XXH3-128 of a file.
+pub(crate) fn identity(file: &Path) -> Result<(u64, String), CompileError> {
+    let bytes = MappedFile::open(file)?.bytes();
+    Ok((bytes.len() as u64, format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes))))
+}
+
+/// Names of the entries of a folder, sorted.
+fn names(folder: &Path) -> Result<Vec<String>, CompileError> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        names.extend(entry?.file_name().into_string());
+    }
+    names.sort();
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_binary_says_for_whom_it_is() {
+        let soc = Soc::find("sm8750").unwrap();
+        for (text, right) in [
+            ("\0x;soc_type=SM8750;arch=79;vtcm_size=1", true),
+            ("soc_type=SM8550;arch=73;", false),
+            ("soc_type=SM8750;arch=73;", false),
+            ("soc_type=SM8750;arch=7", false),
+            ("", false),
+        ] {
+            let finding = wrong_target("b.bin", text.as_bytes(), soc);
+            assert_eq!(finding.is_none(), right, "{text}: {finding:?}");
+        }
+    }
+}

@@ -1,0 +1,298 @@
+use super::{Gram, WeightError};
+use rayon::prelude::*;
+
+/// What is added to the diagonal, as a share of each column's own sum: inputs that were not in the
+/// text go together less than those that were.
+const DAMPING: f64 = 0.02;
+/// And as a share of the mean of all columns, so that one that was always zero still counts.
+const FLOOR: f64 = 1e-9;
+/// Columns of the factor that are computed together.
+const PANEL: usize = 64;
+/// Columns of the rest that are updated while they stay in the first-level cache.
+const TILE: usize = 512;
+
+/// The squared error that a change of a row of weights makes in a matrix's output, as a quadratic
+/// form of the change, up to a common factor.
+#[derive(Debug, Clone)]
+pub struct OutputError {
+    pub(super) form: Form,
+    /// What the sums of the inputs' products were divided by.
+    pub(super) unit: f64,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Form {
+    /// Σ d_i e_i².
+    Diagonal(Vec<f64>),
+    /// e M eᵀ.
+    Full(Full),
+}
+
+/// e M eᵀ for M = R Rᵀ, with the columns in the order in which they are rounded.
+#[derive(Debug, Clone)]
+pub(super) struct Full {
+    /// Columns of the matrix, those that meet most first.
+    pub(super) order: Vec<usize>,
+    /// M, all K × K of it.
+    pub(super) matrix: Vec<f64>,
+    /// Row j holds R_ij for all i ≤ j: with it the error is Σ_j (Σ_{i ≤ j} e_i R_ij)².
+    pub(super) factor: Vec<f64>,
+}
+
+impl Full {
+    /// R_ij for all i ≤ j.
+    pub(super) fn factor_row(&self, j: usize) -> &[f64] {
+        &self.factor[j * (j + 1) / 2..][..j + 1]
+    }
+
+    /// Row i of M.
+    pub(super) fn matrix_row(&self, i: usize) -> &[f64] {
+        let columns = self.order.len();
+        &self.matrix[i * columns..][..columns]
+    }
+}
+
+impl OutputError {
+    /// From the importance of each column, the mean square of what it meets, as if no two columns
+    /// went together. All columns count alike if none has any importance.
+    ///
+    /// # Errors
+    /// When one is not a finite number from 0 on.
+    pub fn of_importance(importance: &[f32]) -> Result<Self, WeightError> {
+        let bad = |value: &f32| !value.is_finite() || *value < 0.0;
+        if let Some(column) = importance.iter().position(bad) {
+            let value = importance.get(column).copied().unwrap_or_default();
+            return Err(WeightError::Importance { column, value });
+        }
+        Ok(Self::diagonal(importance.iter().copied().map(f64::from).collect()))
+    }
+
+    fn diagonal(mut sums: Vec<f64>) -> Self {
+        if sums.iter().all(|sum| *sum == 0.0) {
+            sums.fill(1.0);
+        }
+        Self { form: Form::Diagonal(sums), unit: 1.0 }
+    }
+
+    /// From what the matrix is multiplied with. Takes memory for five times the numbers of the
+    /// Gram matrix.
+    ///
+    /// # Errors
+    /// When the sums are so large that they cannot be computed with.
+    pub fn of_gram(gram: &Gram) -> Result<Self, WeightError> {
+        let columns = gram.columns();
+        let sums = gram.diagonal();
+        let mean = sums.iter().sum::<f64>() / columns.max(1) as f64;
+        if mean == 0.0 {
+            return Ok(Self::diagonal(sums));
+        }
+        let mut order: Vec<usize> = (0..columns).collect();
+        order.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]).then(a.cmp(b)));
+        let damped = |i: usize, j: usize| {
+            let sum = gram.at(i, j) / mean;
+            if i == j { sum * (1.0 + DAMPING) + FLOOR } else { sum }
+        };
+        let mut matrix = vec![0.0; columns * columns];
+        // The Cholesky factor of M with its rows and columns reversed is R, reversed.
+        let mut lower = vec![0.0; columns * columns];
+        let rows = matrix.par_chunks_mut(columns).zip(lower.par_chunks_mut(columns).rev());
+        rows.zip(&order).for_each(|((row, reversed), &i)| {
+            for (j, value) in order.iter().zip(row.iter_mut()) {
+                *value = damped(i, *j);
+            }
+            for (reversed, value) in reversed.iter_mut().rev().zip(row.iter()) {
+                *reversed = *value;
+            }
+        });
+        cholesky(&mut lower, columns).map_err(|column| WeightError::NotPositive {
+            column: order.iter().rev().nth(column).copied().unwrap_or_default(),
+        })?;
+        let mut factor = Vec::with_capacity(columns * (columns + 1) / 2);
+        for j in 0..columns {
+            let column = columns - 1 - j;
+            factor.extend((0..=j).map(|i| lower[(columns - 1 - i) * columns + column]));
+        }
+        Ok(Self { form: Form::Full(Full { order, matrix, factor }), unit: mean })
+    }
+
+    /// Replaces `row` by row G⁻¹, where G is the Gram matrix, damped.
+    pub(super) fn solve(&self, row: &mut [f64]) {
+        row.iter_mut().for_each(|value| *value /= self.unit);
+        match &self.form {
+            Form::Diagonal(sums) => {
+                for (value, sum) in row.iter_mut().zip(sums) {
+                    *value = if *sum > 0.0 { *value / sum } else { 0.0 };
+                }
+            }
+            Form::Full(full) => {
+                let mut ordered: Vec<f64> = full.order.iter().map(|&column| row[column]).collect();
+                // First z with z Rᵀ = row, from the last to the first, then y with y R = z.
+                for j in (0..ordered.len()).rev() {
+                    let factors = full.factor_row(j);
+                    let (before, rest) = ordered.split_at_mut(j);
+                    rest[0] /= factors[j];
+                    for (value, factor) in before.iter_mut().zip(factors) {
+                        *value -= rest[0] * factor;
+                    }
+                }
+                for j in 0..ordered.len() {
+                    let factors = full.factor_row(j);
+                    let (before, rest) = ordered.split_at_mut(j);
+                    let sum: f64 = before.iter().zip(factors).map(|(y, factor)| y * factor).sum();
+                    rest[0] = (rest[0] - sum) / factors[j];
+                }
+                for (&column, value) in full.order.iter().zip(ordered) {
+                    row[column] = value;
+                }
+            }
+        }
+    }
+
+    /// Columns of the matrices that it measures.
+    pub fn columns(&self) -> usize {
+        match &self.form {
+            Form::Diagonal(sums) => sums.len(),
+            Form::Full(full) => full.order.len(),
+        }
+    }
+}
+
+/// Replaces the lower triangle of the symmetric matrix `a` `[n, n]` by its Cholesky factor L with
+/// a = L Lᵀ; what is above the diagonal is left undefined. Every element is computed in one fixed
+/// order. The error is the column where the matrix is not positive.
+fn cholesky(a: &mut [f64], n: usize) -> Result<(), usize> {
+    let mut transposed = Vec::new();
+    for start in (0..n).step_by(PANEL) {
+        let width = PANEL.min(n - start);
+        let (above, below) = a.split_at_mut((start + width) * n);
+        let square = &mut above[start * n..];
+        for i in 0..width {
+            for j in 0..=i {
+                let (row, other) = (i * n + start, j * n + start);
+                let sum: f64 = (0..j).map(|k| square[row + k] * square[other + k]).sum();
+                let rest = square[row + j] - sum;
+                square[row + j] = if i > j {
+                    rest / square[other + j]
+                } else if rest > 0.0 && rest.is_finite() {
+                    rest.sqrt()
+                } else {
+                    return Err(start + i);
+                };
+            }
+        }
+        let square = &*square;
+        below.par_chunks_mut(n).for_each(|row| {
+            let row = &mut row[start..start + width];
+            for j in 0..width {
+                let other = &square[j * n + start..][..j + 1];
+                let sum: f64 = row.iter().zip(&other[..j]).map(|(a, b)| a * b).sum();
+                row[j] = (row[j] - sum) / other[j];
+            }
+        });
+        // The rest loses the product of these columns with themselves.
+        let first = start + width;
+        let rest = n - first;
+        transposed.clear();
+        transposed.resize(width * rest, 0.0);
+        transposed.par_chunks_mut(rest.max(1)).enumerate().for_each(|(k, out)| {
+            for (out, row) in out.iter_mut().zip(below.chunks_exact(n)) {
+                *out = row[start + k];
+            }
+        });
+        let transposed = &transposed;
+        below.par_chunks_mut(n * 8).enumerate().for_each(|(block, rows)| {
+            let count = rows.len() / n;
+            let last = block * 8 + count;
+            for tile in (0..last).step_by(TILE) {
+                for (index, row) in rows.chunks_exact_mut(n).enumerate() {
+                    let end = (block * 8 + index + 1).min(tile + TILE);
+                    if tile >= end {
+                        continue;
+                    }
+                    let (done, changed) = row.split_at_mut(first);
+                    let factors = &done[start..];
+                    let changed = &mut changed[tile..end];
+                    let column = |k: usize| &transposed[k * rest + tile..][..end - tile];
+                    // Only the last panel is no multiple of four, and nothing is below it.
+                    for k in (0..width).step_by(4) {
+                        let [a, b, c, d] = [0, 1, 2, 3].map(|i| column(k + i));
+                        let [e, f, g, h] = [0, 1, 2, 3].map(|i| factors[k + i]);
+                        for (i, value) in changed.iter_mut().enumerate() {
+                            *value -= e * a[i] + f * b[i] + g * c[i] + h * d[i];
+                        }
+                    }
+                }
+            }
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gram(columns: usize, rows: usize) -> Gram {
+        let mut gram = Gram::new(columns).unwrap();
+        let value = |i: usize| (((i * 7919 + 13) % 1009) as f32 / 504.5 - 1.0).powi(3);
+        let inputs: Vec<f32> = (0..columns * rows).map(value).collect();
+        gram.observe(&inputs).unwrap();
+        gram
+    }
+
+    #[test]
+    fn the_factor_gives_the_form_back() {
+        for columns in [1, 2, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL + 3, TILE + PANEL + 70] {
+            let gram = gram(columns, 2 * columns);
+            let error = OutputError::of_gram(&gram).unwrap();
+            assert_eq!(error.columns(), columns);
+            let Form::Full(full) = &error.form else { unreachable!() };
+            let sums: Vec<f64> = full.order.iter().map(|&i| gram.at(i, i)).collect();
+            assert!(sums.is_sorted_by(|a, b| a >= b));
+            let change: Vec<f64> = (0..columns).map(|i| ((i * 31 % 17) as f64) - 8.0).collect();
+            let direct: f64 = (0..columns)
+                .map(|i| {
+                    let row = full.matrix_row(i).iter().zip(&change);
+                    change[i] * row.map(|(m, e)| m * e).sum::<f64>()
+                })
+                .sum();
+            let factored: f64 = (0..columns)
+                .map(|j| {
+                    let row = full.factor_row(j).iter().zip(&change);
+                    row.map(|(r, e)| r * e).sum::<f64>().powi(2)
+                })
+                .sum();
+            let mut solved: Vec<f64> = full.order.iter().map(|_| 0.0).collect();
+            for (i, &column) in full.order.iter().enumerate() {
+                let row = full.matrix_row(i).iter().zip(&change);
+                solved[column] = error.unit * row.map(|(m, e)| m * e).sum::<f64>();
+            }
+            error.solve(&mut solved);
+            for (&column, change) in full.order.iter().zip(&change) {
+                assert!((solved[column] - change).abs() < 1e-6, "{columns}");
+            }
+            assert!((direct - factored).abs() < 1e-9 * direct, "{columns}: {direct} {factored}");
+        }
+    }
+
+    #[test]
+    fn columns_without_inputs_and_no_inputs_at_all_have_a_measure() {
+        let mut gram = Gram::new(3).unwrap();
+        assert!(matches!(
+            OutputError::of_gram(&gram).unwrap().form,
+            Form::Diagonal(sums) if sums == [1.0; 3]
+        ));
+        gram.observe(&[1.0, 0.0, 2.0]).unwrap();
+        let Form::Full(full) = OutputError::of_gram(&gram).unwrap().form else { unreachable!() };
+        assert_eq!(full.order, [2, 0, 1]);
+        assert!(full.factor.iter().all(|value| value.is_finite()));
+    }
+
+    #[test]
+    fn importances_that_are_none_are_refused() {
+        for value in [-1.0, f32::NAN, f32::INFINITY] {
+            let error = OutputError::of_importance(&[1.0, value]).unwrap_err();
+            assert!(matches!(error, WeightError::Importance { column: 1, .. }));
+        }
+    }
+}
