@@ -542,7 +542,8 @@ mod tests {
             findings.into_iter().map(|f| (f.rule, f.node)).collect::<Vec<_>>()
         };
         let op = |kind: &str, from: &str, to: &str| serde_json::json!({ "type": kind, "input_names": [from], "output_names": [to] });
-        let cases: [(&str, Rule, &str, &dyn Fn(&mut serde_json::Value)); 5] = [
+        type Change<'a> = &'a dyn Fn(&mut serde_json::Value);
+        let cases: [(&str, Rule, &str, Change<'_>); 5] = [
             ("another operator", Rule::Operator, "y/Gemm", &|graph| {
                 graph["nodes"]["y/Gemm"]["type"] = "Conv2d".into();
             }),
