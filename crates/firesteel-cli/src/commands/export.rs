@@ -79,10 +79,20 @@ pub(crate) struct Export {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Layout {
+pub(crate) enum Layout {
     Auto,
     Ring,
     Roll,
+}
+
+impl Layout {
+    pub(crate) fn choice(self) -> CacheLayoutChoice {
+        match self {
+            Self::Auto => CacheLayoutChoice::Auto,
+            Self::Ring => CacheLayoutChoice::Ring,
+            Self::Roll => CacheLayoutChoice::Roll,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -160,11 +170,7 @@ impl Export {
             tokens: self.tokens,
             context: self.context,
             layers,
-            cache_layout: match self.cache_layout {
-                Layout::Auto => CacheLayoutChoice::Auto,
-                Layout::Ring => CacheLayoutChoice::Ring,
-                Layout::Roll => CacheLayoutChoice::Roll,
-            },
+            cache_layout: self.cache_layout.choice(),
             logits,
             gelu: match self.gelu {
                 GeluForm::Exact => Gelu::Exact,

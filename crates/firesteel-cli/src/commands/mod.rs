@@ -5,6 +5,7 @@ pub(crate) mod check;
 pub(crate) mod export;
 pub(crate) mod generate;
 pub(crate) mod inspect;
+pub(crate) mod profile;
 pub(crate) mod quantize;
 pub(crate) mod setup;
 pub(crate) mod synth;
