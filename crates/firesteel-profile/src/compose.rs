@@ -81,7 +81,7 @@ pub struct ComposedStep {
     pub step_ms: Option<f64>,
     /// `1000 / step_ms`.
     pub tokens_per_second: Option<f64>,
-    /// The least certain of the times above.
+    /// The least certain of the times above; `None` when the layers cannot be added up.
     pub basis: Option<Basis>,
     /// Why a part has no time.
     pub missing: Vec<String>,
@@ -321,11 +321,10 @@ impl<'a> Series<'a> {
             speedup: all_full_ms.zip(layers_ms).map(|(full, layers)| full / layers),
             step_ms,
             tokens_per_second: step_ms.map(|ms| 1000.0 / ms),
-            basis: [sliding, any_full.map(|time| part(all, time)), head]
-                .into_iter()
-                .flatten()
-                .map(|part| part.basis)
-                .max(),
+            basis: layers_ms.and_then(|_| {
+                let times = [sliding, any_full.map(|time| part(all, time)), head];
+                times.into_iter().flatten().map(|part| part.basis).max()
+            }),
             missing,
         }
     }

@@ -1,9 +1,7 @@
 use firesteel_checkpoint::{Checkpoint, Head, ModelConfig};
-use serde::Serialize;
 
 /// Number format that all weights of a model are counted in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WeightCoding {
     /// 4 bytes an element.
     F32,
@@ -16,13 +14,13 @@ pub enum WeightCoding {
 }
 
 impl WeightCoding {
-    /// What a person calls it.
+    /// The name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
-            Self::F16 => "f16, bf16",
-            Self::Int8PerRow => "int8 per row",
-            Self::Int4PerRow => "int4 per row",
+            Self::F16 => "f16",
+            Self::Int8PerRow => "int8_per_row",
+            Self::Int4PerRow => "int4_per_row",
         }
     }
 }

@@ -62,6 +62,7 @@ fn help_of_the_program() {
       export    Write the static decode-step graph of a checkpoint
       quantize  Write a checkpoint as a GGUF file, quantized or not
       check     Compare two runners on the same tokens
+      profile   Tell what a step costs on a device, without the device
       generate  Generate text
       bench     Measure this program on this machine
       setup     Install a pinned library into the cache folder

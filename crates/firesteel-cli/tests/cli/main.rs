@@ -9,4 +9,5 @@ mod gguf;
 mod golden;
 mod house;
 mod parity;
+mod profile;
 mod support;

@@ -5,6 +5,7 @@ use clap::Args;
 use firesteel_profile::{
     Basis, BreakEven, Composition, Origin, PartTime, Selection, Table, compose,
 };
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -106,10 +107,10 @@ fn print(composition: &Composition, printer: &mut Printer) -> anyhow::Result<()>
     for line in table(&rows) {
         printer.line(line)?;
     }
-    for step in &composition.steps {
-        for missing in &step.missing {
-            printer.line(format!("context {}: {missing}", step.context))?;
-        }
+    let missing: BTreeSet<&String> =
+        composition.steps.iter().flat_map(|step| &step.missing).collect();
+    for reason in missing {
+        printer.line(format!("not known: {reason}"))?;
     }
     match composition.break_even {
         None => {}

@@ -86,10 +86,9 @@ impl MemoryCommand {
 fn print(report: &Report<'_>, printer: &mut Printer) -> anyhow::Result<()> {
     let memory = &report.memory;
     printer.line(format!("{}: counted from shapes, nothing is measured", report.model))?;
-    let mut titles =
-        vec!["context".to_owned(), format!("KV {}", memory.kv), "all layers full".into()];
+    let mut titles = vec!["context".to_owned(), format!("KV {}", memory.kv), "KV all full".into()];
     for plan in memory.contexts.first().map_or(&[][..], |context| &context.plans) {
-        titles.extend([format!("with weights {}", plan.weights), "graphs".into()]);
+        titles.extend([format!("with {} weights", plan.weights), "graphs".into()]);
     }
     let mut rows = vec![titles];
     for context in &memory.contexts {
@@ -121,7 +120,10 @@ fn print(report: &Report<'_>, printer: &mut Printer) -> anyhow::Result<()> {
         }
     }
     if let Some(ram) = memory.ram_bytes {
-        printer.line(format!("over: more than the {} of the device", mebibytes(ram)))?;
+        printer.line(format!(
+            "over: weights and caches alone are more than the {} of the device",
+            mebibytes(ram)
+        ))?;
     }
     printer.line("not counted: activations, compiled graphs and what they spill")?;
     Ok(())
