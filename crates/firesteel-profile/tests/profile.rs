@@ -125,8 +125,11 @@ fn a_block_confirms_that_composing_is_sound() {
     assert_eq!(digits(Some(ms(PartKind::Block)), 3), "6.103");
 }
 
-/// A table of the given rows (kind, layout, context, ms, timing only).
-fn rows(rows: &[(&str, Option<&str>, Option<usize>, f64, bool)]) -> Value {
+/// Kind, layout, context, ms, timing only.
+type Row<'a> = (&'a str, Option<&'a str>, Option<usize>, f64, bool);
+
+/// A table of the given rows.
+fn rows(rows: &[Row<'_>]) -> Value {
     let mut value: Value = serde_json::from_str(GALAXY).unwrap();
     value["measurements"] = rows
         .iter()
