@@ -68,18 +68,23 @@ pub struct Table {
     pub measurements: Vec<Measurement>,
 }
 
-/// Shape of the layers that were measured; meanings as in [`ModelConfig`].
+/// Shape of the layers that were measured, with the names of config.json.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-#[allow(missing_docs, reason = "the names of config.json")]
 pub struct LayerShape {
+    /// Width of the residual stream.
     pub hidden_size: usize,
+    /// Width of the feed-forward layer.
     pub intermediate_size: usize,
+    /// Query heads.
     pub num_attention_heads: usize,
+    /// Key and value heads.
     pub num_key_value_heads: usize,
+    /// Width of a head.
     pub head_dim: usize,
+    /// Rows of the head.
     pub vocab_size: usize,
-    /// Null when no sliding layers were measured.
+    /// Tokens that a sliding layer sees; null when none were measured.
     pub sliding_window: Option<usize>,
     /// Leading dimensions of a head that sliding layers rotate; null when none were measured.
     pub rotary_dims_sliding: Option<usize>,
@@ -449,7 +454,11 @@ impl Place<'_> {
     }
 
     fn bounded(&self, key: &'static str, value: &str, limit: usize) -> Result<(), ProfileError> {
-        if value.trim().is_empty() || value.len() > limit || value.chars().any(char::is_control) {
+        // What would act on a terminal or reorder a line of the report.
+        let acts = |c: char| {
+            c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+        };
+        if value.trim().is_empty() || value.len() > limit || value.chars().any(acts) {
             let accepted = format!("1 to {limit} bytes without control characters");
             return Err(self.value(key, show(value), accepted));
         }

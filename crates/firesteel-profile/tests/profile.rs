@@ -287,6 +287,7 @@ fn hostile_tables_are_refused_by_name() {
         (|t| t["version"] = json!(-1), "no table of layer times"),
         (|t| t["device"] = json!(" "), "device is \" \"; accepted: 1 to 64 bytes"),
         (|t| t["soc"] = json!("a\u{1b}[31m"), "soc is \"a\\u{1b}[31m\""),
+        (|t| t["soc"] = json!("a\u{202e}b"), "soc is"),
         (|t| t["extra"] = json!(1), "unknown field `extra`"),
         (|t| t["model"]["hidden_size"] = json!(0), "model: hidden_size is 0"),
         (|t| t["model"]["hidden_size"] = json!(1u64 << 40), "hidden_size is 1099511627776"),
