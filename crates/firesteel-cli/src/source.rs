@@ -5,7 +5,7 @@ use crate::printer::Printer;
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, HeadRunner, Manifest};
-use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
+use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig, preset, presets};
 use firesteel_compile::{Compiled, CompiledManifest, StepEntry};
 use firesteel_engine::{
     CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
@@ -303,6 +303,45 @@ impl Source {
             Self::Artifact(artifact) => ModelConfig::open(artifact.folder())?.0,
             Self::Compiled(step) => ModelConfig::open(step.compiled.folder())?.0,
         })
+    }
+}
+
+/// A model's shape, and its weights where there are some.
+pub(crate) struct ModelSource {
+    pub(crate) config: ModelConfig,
+    /// `None` for a config alone.
+    pub(crate) checkpoint: Option<Checkpoint>,
+    pub(crate) warnings: Vec<String>,
+}
+
+impl ModelSource {
+    /// A checkpoint folder, a GGUF file or a config.json.
+    pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
+        let gguf = path.extension().is_some_and(|extension| extension == "gguf");
+        if gguf || path.is_dir() {
+            let checkpoint = Checkpoint::open(path)?;
+            let warnings = checkpoint.warnings().to_vec();
+            return Ok(Self {
+                config: checkpoint.config().clone(),
+                checkpoint: Some(checkpoint),
+                warnings,
+            });
+        }
+        let (config, warnings) = ModelConfig::open(path)?;
+        Ok(Self { config, checkpoint: None, warnings })
+    }
+
+    /// The name of a published shape, or a path.
+    pub(crate) fn named(name: &str) -> anyhow::Result<Self> {
+        if let Some(config) = preset(name) {
+            return Ok(Self { config, checkpoint: None, warnings: Vec::new() });
+        }
+        let path = Path::new(name);
+        if !path.exists() {
+            let known = presets().join(", ");
+            bail!("--model {name} is neither a file or folder nor a known shape ({known})");
+        }
+        Self::open(path)
     }
 }
 

@@ -128,11 +128,7 @@ impl StepArgs {
             tokens: self.tokens,
             context: self.context,
             layers,
-            cache_layout: match self.cache_layout {
-                Layout::Auto => CacheLayoutChoice::Auto,
-                Layout::Ring => CacheLayoutChoice::Ring,
-                Layout::Roll => CacheLayoutChoice::Roll,
-            },
+            cache_layout: self.cache_layout.choice(),
             logits,
             gelu: self.gelu.gelu(),
             precision,
@@ -143,10 +139,20 @@ impl StepArgs {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Layout {
+pub(crate) enum Layout {
     Auto,
     Ring,
     Roll,
+}
+
+impl Layout {
+    pub(crate) fn choice(self) -> CacheLayoutChoice {
+        match self {
+            Self::Auto => CacheLayoutChoice::Auto,
+            Self::Ring => CacheLayoutChoice::Ring,
+            Self::Roll => CacheLayoutChoice::Roll,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

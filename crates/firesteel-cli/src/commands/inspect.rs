@@ -1,10 +1,12 @@
 use super::compile::print_compiled;
 use crate::printer::{Printer, mebibytes, table};
+use crate::source::ModelSource;
 use anyhow::Context as _;
 use clap::Args;
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_checkpoint::{Checkpoint, Head, LayerKind, ModelConfig, Weight};
 use firesteel_compile::{Compiled, CompiledManifest};
+use firesteel_profile::{ModelBytes, WeightCoding, WeightCount};
 use firesteel_step::{CacheLayoutChoice, Encoding, PortEncoding, kv_bytes};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -148,15 +150,7 @@ impl Inspect {
             }
             return Ok(ExitCode::SUCCESS);
         }
-        let gguf = self.path.extension().is_some_and(|extension| extension == "gguf");
-        let (config, checkpoint, warnings) = if gguf || self.path.is_dir() {
-            let checkpoint = Checkpoint::open(&self.path)?;
-            let warnings = checkpoint.warnings().to_vec();
-            (checkpoint.config().clone(), Some(checkpoint), warnings)
-        } else {
-            let (config, warnings) = ModelConfig::open(&self.path)?;
-            (config, None, warnings)
-        };
+        let ModelSource { config, checkpoint, warnings } = ModelSource::open(&self.path)?;
         let report = self.report(&config, checkpoint.as_ref(), warnings)?;
         if self.json {
             printer.json(&report)?;
@@ -203,7 +197,8 @@ impl Inspect {
         let stored_head = checkpoint.map_or(!config.tie_word_embeddings, |checkpoint| {
             matches!(checkpoint.head(), Head::Stored(_))
         });
-        let sizes = Sizes::of(config, stored_head).context("the model's size overflows")?;
+        let count =
+            WeightCount::model(config, stored_head).context("the model's size overflows")?;
         let mut kv = Vec::new();
         for &context in &self.context {
             let bytes = |layout| {
@@ -234,8 +229,14 @@ impl Inspect {
             layers,
             head: checkpoint.map(|_| if stored_head { "stored" } else { "tied" }),
             dtypes: checkpoint.map(dtypes),
-            parameters: sizes.parameters(),
-            weight_bytes: sizes.bytes(checkpoint.map(stored_bytes)),
+            parameters: count.parameters(),
+            weight_bytes: WeightBytes {
+                stored: checkpoint.map(|checkpoint| ModelBytes::stored(checkpoint).total()),
+                f32: count.bytes(WeightCoding::F32),
+                f16: count.bytes(WeightCoding::F16),
+                int8_per_row: count.bytes(WeightCoding::Int8PerRow),
+                int4_per_row: count.bytes(WeightCoding::Int4PerRow),
+            },
             kv,
             warnings,
         })
@@ -266,57 +267,6 @@ fn dtypes(checkpoint: &Checkpoint) -> BTreeMap<String, usize> {
         *counts.entry(weight.format().to_string()).or_insert(0) += 1;
     }
     counts
-}
-
-fn stored_bytes(checkpoint: &Checkpoint) -> u64 {
-    weights(checkpoint).into_iter().map(|weight| weight.stored_bytes() as u64).sum()
-}
-
-/// Elements and rows of a model's weights.
-struct Sizes {
-    /// Elements of matrices that quantize.
-    matrix: u64,
-    /// Rows of those matrices, each of which gets a scale.
-    rows: u64,
-    /// Elements of norms and gates.
-    small: u64,
-}
-
-impl Sizes {
-    fn of(config: &ModelConfig, stored_head: bool) -> Option<Self> {
-        let (hidden, wide) = (config.hidden_size as u64, config.intermediate_size as u64);
-        let (query, shared) = (config.query_size() as u64, config.key_value_size() as u64);
-        let (layers, heads) = (config.num_layers() as u64, config.num_attention_heads as u64);
-        let tables = if stored_head { 2 } else { 1 } * config.vocab_size as u64;
-        let qkv = query.checked_add(shared.checked_mul(2)?)?;
-        let layer =
-            [(qkv, hidden), (hidden, query), (wide, hidden), (wide, hidden), (hidden, wide)];
-        let (mut matrix, mut rows) = (tables.checked_mul(hidden)?, tables);
-        for (height, width) in layer {
-            matrix = matrix.checked_add(height.checked_mul(width)?.checked_mul(layers)?)?;
-            rows = rows.checked_add(height.checked_mul(layers)?)?;
-        }
-        let norms = hidden.checked_mul(layers.checked_mul(2)?.checked_add(1)?)?;
-        let gates = heads.checked_mul(hidden)?.checked_mul(layers)?;
-        let sizes = Self { matrix, rows, small: norms.checked_add(gates)? };
-        // The largest number that the report needs.
-        sizes.matrix.checked_add(sizes.small)?.checked_add(sizes.rows)?.checked_mul(4)?;
-        Some(sizes)
-    }
-
-    fn parameters(&self) -> u64 {
-        self.matrix + self.small
-    }
-
-    fn bytes(&self, stored: Option<u64>) -> WeightBytes {
-        WeightBytes {
-            stored,
-            f32: 4 * self.parameters(),
-            f16: 2 * self.parameters(),
-            int8_per_row: self.matrix + 4 * self.rows + 2 * self.small,
-            int4_per_row: self.matrix.div_ceil(2) + 4 * self.rows + 2 * self.small,
-        }
-    }
 }
 
 fn print_model(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {

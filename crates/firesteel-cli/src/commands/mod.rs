@@ -7,6 +7,7 @@ pub(crate) mod compile;
 pub(crate) mod export;
 pub(crate) mod generate;
 pub(crate) mod inspect;
+pub(crate) mod profile;
 pub(crate) mod quantize;
 pub(crate) mod setup;
 pub(crate) mod synth;

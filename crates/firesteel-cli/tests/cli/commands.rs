@@ -64,6 +64,7 @@ fn help_of_the_program() {
       quantize   Write a model quantized: as a GGUF file (--format), or as a step's graph in integers (--scheme)
       compile    Compile artifacts for the NPU of a phone and audit what the compiler made of them
       check      Compare two runners on the same tokens
+      profile    Tell what a step costs on a device, without the device
       generate   Generate text
       bench      Measure this program on this machine
       setup      Install a pinned library into the cache folder

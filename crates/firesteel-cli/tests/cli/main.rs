@@ -10,5 +10,6 @@ mod gguf;
 mod golden;
 mod house;
 mod parity;
+mod profile;
 mod quantized;
 mod support;

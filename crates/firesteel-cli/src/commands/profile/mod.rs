@@ -1,0 +1,32 @@
+//! What a step costs; one file each.
+
+mod compose;
+mod memory;
+
+use crate::printer::Printer;
+use clap::{Args, Subcommand};
+use std::process::ExitCode;
+
+/// Tell what a step costs on a device, without the device.
+#[derive(Debug, Args)]
+pub(crate) struct Profile {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// The time of a step, added up from a table of measured layers.
+    Compose(compose::Compose),
+    /// Bytes of weights and caches, and the graphs that a Hexagon session can hold.
+    Memory(memory::MemoryCommand),
+}
+
+impl Profile {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        match self.what {
+            What::Compose(command) => command.run(printer),
+            What::Memory(command) => command.run(printer),
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! What a step costs: tables of layer times, steps composed of them, and the memory of a model.
+//!
+//! [`Table`] is a file of times of single layers on one device, the published ones of a Galaxy S25
+//! among them ([`Table::galaxy_s25`]). [`compose`] adds a step up from them and says of every part
+//! whether it was measured, interpolated or extrapolated. [`memory`] counts weights and caches,
+//! and splits a model into graphs that a Hexagon session can address. What is not known is `None`,
+//! never 0.
+
+mod compose;
+mod error;
+mod memory;
+mod table;
+mod weights;
+
+pub use compose::{Basis, BreakEven, ComposedStep, Composition, PartTime, Selection, compose};
+pub use error::ProfileError;
+pub use memory::{
+    ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
+};
+pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
+pub use weights::{ModelBytes, WeightCoding, WeightCount};
