@@ -1,12 +1,13 @@
 use crate::math::dot;
 use std::borrow::Cow;
+use std::slice::ChunksExact;
 
 /// The keys or the values of one layer during a step: those of the cache, then the step's own.
 pub(crate) struct Entries<'a> {
     /// `[KV, cache_length, head_dim]`.
     pub(crate) cached: Cow<'a, [f32]>,
-    /// `[KV, tokens, head_dim]`.
-    pub(crate) new: Vec<f32>,
+    /// `[KV, tokens, head_dim]`, not rounded: what leaves the step is.
+    pub(crate) new: Vec<f64>,
     /// Entries of the cache.
     pub(crate) cache_length: usize,
     /// Tokens of the step.
@@ -16,22 +17,34 @@ pub(crate) struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// Entries of one key/value head, oldest of the cache first, without the first `skipped`.
-    fn of_head(&self, head: usize, skipped: usize) -> impl Iterator<Item = &[f32]> {
-        let part = |values, length: usize| {
-            let values: &[f32] = values;
-            let size = length * self.head_dim;
-            values[head * size..(head + 1) * size].chunks_exact(self.head_dim)
-        };
-        let cached = part(&self.cached, self.cache_length);
-        cached.chain(part(&self.new, self.tokens)).skip(skipped)
+    /// Cached entries of one key/value head, oldest first, without the first `skipped`.
+    fn cached_of(&self, head: usize, skipped: usize) -> impl Iterator<Item = &[f32]> {
+        rows(&self.cached, head, self.cache_length, self.head_dim).skip(skipped)
+    }
+
+    /// The step's entries of one key/value head.
+    fn new_of(&self, head: usize) -> impl Iterator<Item = &[f64]> {
+        rows(&self.new, head, self.tokens, self.head_dim)
     }
 
     /// The last `count` entries of each of `heads` heads, `[heads, count, head_dim]`.
     pub(crate) fn last(&self, heads: usize, count: usize) -> Vec<f32> {
         let skipped = self.cache_length + self.tokens - count;
-        (0..heads).flat_map(|head| self.of_head(head, skipped)).flatten().copied().collect()
+        let mut values = Vec::with_capacity(heads * count * self.head_dim);
+        for head in 0..heads {
+            values.extend(self.cached_of(head, skipped).flatten());
+            let skipped = skipped.saturating_sub(self.cache_length);
+            let new = self.new_of(head).skip(skipped);
+            values.extend(new.flatten().map(|&value| value as f32));
+        }
+        values
     }
+}
+
+/// The `length` rows of `width` values that belong to `head`.
+fn rows<T>(values: &[T], head: usize, length: usize, width: usize) -> ChunksExact<'_, T> {
+    let size = length * width;
+    values[head * size..(head + 1) * size].chunks_exact(width)
 }
 
 /// What every query of a layer attends to.
@@ -61,12 +74,10 @@ impl Attention<'_> {
         out.fill(0.0);
         let divisor = (query.len() as f64).sqrt();
         scores.clear();
-        scores.extend(
-            self.keys
-                .of_head(head, self.dropped)
-                .zip(mask)
-                .map(|(key, mask)| dot(key, query) / divisor + f64::from(*mask)),
-        );
+        let cached = self.keys.cached_of(head, self.dropped).map(|key| dot(key, query));
+        let products = cached.chain(self.keys.new_of(head).map(|key| dot(key, query)));
+        let masked = products.zip(mask).map(|(dot, mask)| dot / divisor + f64::from(*mask));
+        scores.extend(masked);
         let largest = scores.iter().fold(f64::NEG_INFINITY, |largest, &score| {
             if score > largest || score.is_nan() { score } else { largest }
         });
@@ -74,16 +85,27 @@ impl Attention<'_> {
             return;
         }
         let mut total = 0.0;
-        for (score, value) in scores.iter().zip(self.values.of_head(head, self.dropped)) {
-            let weight = libm::exp(score - largest);
-            total += weight;
-            for (out, value) in out.iter_mut().zip(value) {
-                *out += weight * f64::from(*value);
-            }
+        for score in scores.iter_mut() {
+            *score = libm::exp(*score - largest);
+            total += *score;
+        }
+        let mut weights = scores.iter();
+        for (value, weight) in self.values.cached_of(head, self.dropped).zip(&mut weights) {
+            add_scaled(out, *weight, value);
+        }
+        for (value, weight) in self.values.new_of(head).zip(weights) {
+            add_scaled(out, *weight, value);
         }
         for out in out {
             *out /= total;
         }
+    }
+}
+
+/// out += weight · values.
+fn add_scaled<T: Copy + Into<f64>>(out: &mut [f64], weight: f64, values: &[T]) {
+    for (out, value) in out.iter_mut().zip(values) {
+        *out += weight * (*value).into();
     }
 }
 
@@ -95,7 +117,7 @@ mod tests {
     fn entries(values: [f32; 6]) -> Entries<'static> {
         Entries {
             cached: Cow::Owned(values[..4].to_vec()),
-            new: values[4..].to_vec(),
+            new: values[4..].iter().copied().map(f64::from).collect(),
             cache_length: 2,
             tokens: 1,
             head_dim: 2,

@@ -190,7 +190,7 @@ impl<'a> LayerStep<'a> {
             let mut new = Vec::with_capacity(kv_heads * tokens * width);
             for head in first_head..first_head + kv_heads {
                 for row in qkv.chunks_exact(row) {
-                    new.extend(row[head * width..(head + 1) * width].iter().map(|&v| v as f32));
+                    new.extend_from_slice(&row[head * width..(head + 1) * width]);
                 }
             }
             Ok(Entries {

@@ -50,17 +50,17 @@ const BLOCK_ROWS: usize = 4;
 const LANES: usize = 8;
 
 /// Dot product of `weights` and `values`, summed in a fixed order. The products are exact.
-pub(crate) fn dot(weights: &[f32], values: &[f64]) -> f64 {
+pub(crate) fn dot<T: Copy + Into<f64>>(weights: &[T], values: &[f64]) -> f64 {
     let mut sums = [0f64; LANES];
     let mut weight_blocks = weights.chunks_exact(LANES);
     let mut value_blocks = values.chunks_exact(LANES);
     for (weights, values) in (&mut weight_blocks).zip(&mut value_blocks) {
         for lane in 0..LANES {
-            sums[lane] += f64::from(weights[lane]) * values[lane];
+            sums[lane] += weights[lane].into() * values[lane];
         }
     }
     let rest = weight_blocks.remainder().iter().zip(value_blocks.remainder());
-    sums.iter().sum::<f64>() + rest.map(|(w, v)| f64::from(*w) * v).sum::<f64>()
+    sums.iter().sum::<f64>() + rest.map(|(w, v)| (*w).into() * v).sum::<f64>()
 }
 
 /// `input` `[tokens, K]` times the transpose of `weight` `[N, K]`: `[tokens, N]`.
