@@ -8,6 +8,9 @@ pub enum GenerateError {
     /// A file cannot be read; the message names it.
     #[error(transparent)]
     Io(#[from] std::io::Error),
+    /// The kernels cannot run on this CPU.
+    #[error(transparent)]
+    Kernels(#[from] firesteel_kernels::KernelError),
     /// A file is not JSON.
     #[error("{}: not valid JSON: {source}", path.display())]
     Json {

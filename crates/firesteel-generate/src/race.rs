@@ -1,6 +1,7 @@
 //! The exponential race: noise for every id, and the id that wins.
 
 use crate::row::{BLOCK, Block, Place, Row, Scale, Weights};
+use firesteel_kernels::Isa;
 
 /// The noise of one step: an exponential variable for each id, a function of seed, step and id.
 ///
@@ -77,11 +78,17 @@ pub(crate) struct Race<'r> {
 }
 
 /// What a race needs room for, to be used again.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(crate) struct Track {
     /// For each block, a score that none of its ids exceeds; −∞ if none takes part.
     limits: Vec<f64>,
     pub(crate) weights: Weights,
+}
+
+impl Track {
+    pub(crate) fn new(isa: Isa) -> Self {
+        Self { limits: Vec::new(), weights: Weights::new(isa) }
+    }
 }
 
 impl Race<'_> {
@@ -308,7 +315,11 @@ mod tests {
                     });
                     let expected = scores.enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b));
                     let expected = expected.map(|(id, _)| id as u32);
-                    assert_eq!(race.run(&mut Track::default()), expected, "{ids} {step}");
+                    assert_eq!(
+                        race.run(&mut Track::new(Isa::named(None).unwrap())),
+                        expected,
+                        "{ids} {step}"
+                    );
                 }
             }
         }

@@ -2,6 +2,7 @@
 //!
 //! The loops over a block have neither branches nor calls, so that they run in vector registers.
 
+use firesteel_kernels::{Isa, ops};
 use std::cmp::Ordering;
 
 /// Logits that share an entry in [`Row::maxima`].
@@ -253,15 +254,15 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    #[inline(always)]
     pub(crate) fn weight(self, logit: f32) -> f32 {
-        exp_of_negative((logit - self.largest) / self.temperature)
+        ops::weight(logit, self.largest, self.temperature)
     }
 }
 
 /// Weights of a row, taken block by block and once a step.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(crate) struct Weights {
+    isa: Isa,
     /// By id, of the blocks that are weighed.
     weights: Vec<f32>,
     /// Of each block that is weighed.
@@ -269,6 +270,11 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
+    /// None yet; they are the same on every instruction set.
+    pub(crate) fn new(isa: Isa) -> Self {
+        Self { isa, weights: Vec::new(), totals: Vec::new() }
+    }
+
     /// Forgets the last row.
     pub(crate) fn clear(&mut self) {
         self.totals.clear();
@@ -285,10 +291,7 @@ impl Weights {
                 continue;
             };
             sum += *total.get_or_insert_with(|| {
-                for (weight, &logit) in weights.iter_mut().zip(block.logits) {
-                    *weight = scale.weight(logit);
-                }
-                sum_of(weights)
+                ops::weigh(self.isa, block.logits, scale.largest, scale.temperature, weights)
             });
         }
         sum
@@ -327,34 +330,6 @@ fn sum_of(weights: &[f32]) -> f64 {
     sums.iter().sum::<f64>() + rest.iter().copied().map(f64::from).sum::<f64>()
 }
 
-/// Below it, e^x is smaller than the normal numbers.
-const SMALLEST_EXPONENT: f32 = -87.0;
-
-/// e^x for x up to 0, to within 3e-7 of the value; 0 below −87 and for NaN. It has no branches
-/// and calls nothing, so it runs in vector registers, and gives the same on every machine.
-///
-/// With n the integer nearest to x / ln 2, e^x is 2^n times e^(x − n ln 2), whose argument is
-/// at most ln 2 / 2 in magnitude, where seven terms of the Taylor series are enough.
-#[inline(always)]
-fn exp_of_negative(x: f32) -> f32 {
-    /// 1.5 · 2^23: added to a small number, it leaves the nearest integer in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    /// ln 2 in two parts, the first with so few bits that products with n are exact.
-    const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-    let in_range = x >= SMALLEST_EXPONENT;
-    let x = if in_range { x } else { SMALLEST_EXPONENT };
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = (x - n * LN_2[0]) - n * LN_2[1];
-    // In pairs of terms, which do not wait for each other (Estrin's scheme).
-    let square = r * r;
-    let low = (1.0 + r) + square * (0.5 + r * (1.0 / 6.0));
-    let high = (1.0 / 24.0 + r * (1.0 / 120.0)) + square * (1.0 / 720.0 + r * (1.0 / 5040.0));
-    let series = low + square * square * high;
-    let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127);
-    if in_range { series * f32::from_bits(exponent << 23) } else { 0.0 }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -365,19 +340,6 @@ mod tests {
         row.load(logits);
         row.scan().unwrap();
         row
-    }
-
-    #[test]
-    fn the_exponential_is_right() {
-        for step in 0..=870_000 {
-            let x = -(step as f32) * 1e-4;
-            let (got, exact) = (f64::from(exp_of_negative(x)), f64::from(x).exp());
-            assert!((got / exact - 1.0).abs() < 3e-7, "{x}: {got} {exact}");
-        }
-        assert_eq!(exp_of_negative(0.0), 1.0);
-        for x in [-87.1, -1e9, f32::NEG_INFINITY, f32::NAN] {
-            assert_eq!(exp_of_negative(x), 0.0);
-        }
     }
 
     #[test]
@@ -500,7 +462,7 @@ mod tests {
                 let is_near = block[..BLOCK.min(block.len())].iter().any(|&l| l >= place.logit);
                 near += if is_near { weight } else { 0.0 };
             }
-            let mut weights = Weights::default();
+            let mut weights = Weights::new(Isa::named(None).unwrap());
             // Again after a step of other logits, so that nothing of it is left.
             for _ in 0..2 {
                 prop_assert!((weights.total(&row, scale, place.logit) / near - 1.0).abs() < 1e-12);

@@ -2,6 +2,7 @@ use crate::options::check_ids;
 use crate::race::{Noise, Race, Track};
 use crate::row::{BLOCK, Place, Row, Scale};
 use crate::{GenerateError, SamplingOptions};
+use firesteel_kernels::Isa;
 use serde::Serialize;
 use std::ops::Range;
 
@@ -73,7 +74,8 @@ impl Sampler {
     /// A sampler of ids below `vocab_size`.
     ///
     /// # Errors
-    /// When an option is out of its range; the error names the range.
+    /// When an option is out of its range; the error names the range. When FIRESTEEL_ISA names an
+    /// instruction set that this CPU lacks.
     pub fn new(options: SamplingOptions, vocab_size: usize) -> Result<Self, GenerateError> {
         options.check(vocab_size)?;
         Ok(Self {
@@ -85,7 +87,7 @@ impl Sampler {
             counts: Vec::new(),
             picked: 0,
             row: Row::default(),
-            track: Track::default(),
+            track: Track::new(Isa::detect()?),
         })
     }
 

@@ -174,6 +174,48 @@ impl Kernel for Exponentials<'_> {
     }
 }
 
+/// `weights[i] = exp((logits[i] − largest) / temperature)`, for as many as both have; the largest logit
+/// weighs 1 and −∞ nothing. Returns the sum of the weights, taken in f64.
+pub fn weigh(isa: Isa, logits: &[f32], largest: f32, temperature: f32, weights: &mut [f32]) -> f64 {
+    isa.dispatch(Weigh { logits, largest, temperature, weights })
+}
+
+/// The weight of one logit, in the bytes that [`weigh`] gives it.
+#[must_use]
+pub fn weight(logit: f32, largest: f32, temperature: f32) -> f32 {
+    exp((logit - largest) / temperature)
+}
+
+struct Weigh<'a> {
+    logits: &'a [f32],
+    largest: f32,
+    temperature: f32,
+    weights: &'a mut [f32],
+}
+
+impl Kernel for Weigh<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> f64 {
+        let count = self.logits.len().min(self.weights.len());
+        let (logits, rest) = self.logits[..count].as_chunks::<8>();
+        let (weights, rest_weights) = self.weights[..count].as_chunks_mut::<8>();
+        let mut sums = [0.0_f64; 8];
+        for (weights, logits) in weights.iter_mut().zip(logits) {
+            for ((sum, weight), logit) in sums.iter_mut().zip(weights).zip(logits) {
+                *weight = exp((logit - self.largest) / self.temperature);
+                *sum += f64::from(*weight);
+            }
+        }
+        for ((sum, weight), logit) in sums.iter_mut().zip(rest_weights).zip(rest) {
+            *weight = exp((logit - self.largest) / self.temperature);
+            *sum += f64::from(*weight);
+        }
+        sums.iter().sum()
+    }
+}
+
 /// `to[i] += values[i]`.
 ///
 /// # Errors

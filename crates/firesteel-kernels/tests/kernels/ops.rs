@@ -96,6 +96,30 @@ fn softmax_is_stable() {
 }
 
 #[test]
+fn weights_are_exponentials() {
+    let x: Vec<f32> = (0..=870_003).map(|step| -(step as f32) * 1e-4).collect();
+    for isa in Isa::available() {
+        for (largest, temperature) in [(0.0_f32, 1.0_f32), (2.5, 0.7)] {
+            let mut weights = vec![f32::NAN; x.len()];
+            let sum = ops::weigh(isa, &x, largest, temperature, &mut weights);
+            let mut expected = 0.0;
+            for (x, v) in x.iter().zip(&weights) {
+                let exact = f64::from((x - largest) / temperature).exp();
+                let error = (f64::from(*v) - exact).abs();
+                assert!(error <= 3e-7 * exact + 2e-38, "{}: {x} {v} {exact}", isa.name());
+                assert_eq!(*v, ops::weight(*x, largest, temperature), "{}: {x}", isa.name());
+                expected += f64::from(*v);
+            }
+            assert!((sum / expected - 1.0).abs() < 1e-12, "{}: {sum} {expected}", isa.name());
+        }
+        let mut weights = [f32::NAN; 4];
+        let sum = ops::weigh(isa, &[5.0, f32::NEG_INFINITY, -1e9], 5.0, 1e-9, &mut weights);
+        assert_eq!((sum, &weights[..3]), (1.0, &[1.0, 0.0, 0.0][..]), "{}", isa.name());
+        assert!(weights[3].is_nan(), "no logit, no weight");
+    }
+}
+
+#[test]
 fn every_instruction_set_gives_the_same_bytes() {
     let x = sweep();
     let run = |isa| {
@@ -104,7 +128,9 @@ fn every_instruction_set_gives_the_same_bytes() {
         ops::softmax(isa, &mut b, 1000).unwrap();
         let mut c = x.clone();
         ops::sigmoid(isa, &mut c);
-        [a, b, c].map(|v| bits(&v))
+        let mut d = x.clone();
+        let sum = ops::weigh(isa, &x, 1e3, 0.8, &mut d);
+        ([a, b, c, d].map(|v| bits(&v)), sum.to_bits())
     };
     let expected = run(Isa::available()[0]);
     for isa in Isa::available() {
