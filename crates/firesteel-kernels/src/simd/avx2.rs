@@ -147,12 +147,15 @@ impl Sums<'_> {
     }
 }
 
-/// The blocks of S strips, column block by column block.
+/// The blocks of S strips, column block by column block, with what to ask for meanwhile.
 #[inline(always)]
-fn blocks<B: PackedBlock, const S: usize>(strips: [&[u8]; S]) -> impl Iterator<Item = [&B; S]> {
+fn blocks<B: PackedBlock, const S: usize>(
+    strips: [&[u8]; S],
+) -> impl Iterator<Item = ([&B; S], Ahead)> {
     let strips = strips.map(B::strip);
     let count = strips.iter().map(|strip| strip.len()).min().unwrap_or(0);
-    (0..count).map(move |k| strips.map(|strip| &strip[k]))
+    let ahead = Ahead::of_strips::<B>(count, S);
+    (0..count).map(move |k| (strips.map(|strip| &strip[k]), ahead(k)))
 }
 
 /// Adds the lanes of eight vectors, in the order of [`Simd::sum`]: lane distances 4, 2, 1.
@@ -222,13 +225,29 @@ pub(super) fn quantize_block(values: &[f32; BLOCK]) -> ActivationBlock {
     block
 }
 
-/// Asks for the bytes that a product will need soon, which lie beyond the end only as addresses.
-#[inline(always)]
-pub(super) fn prefetch<T>(block: &T) {
-    let ahead = std::ptr::from_ref(block).cast::<i8>().wrapping_add(PREFETCH);
-    for line in (0..size_of::<T>()).step_by(64) {
-        // SAFETY: every x86-64 CPU has the instruction, which reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(line)) };
+/// How many bytes beyond a block those lie that will be needed soon.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ahead(usize);
+
+impl Ahead {
+    /// For the blocks of strips that are read side by side, of `count` blocks each, by their index
+    /// in the strip. Towards the end of a strip, what follows is that many strips away.
+    #[inline(always)]
+    pub(super) fn of_strips<B>(count: usize, streams: usize) -> impl Fn(usize) -> Self {
+        let others = (count * size_of::<B>()).wrapping_mul(streams.wrapping_sub(1));
+        let inside = count.saturating_sub(PREFETCH / size_of::<B>());
+        move |k| Self(if k < inside { PREFETCH } else { PREFETCH.wrapping_add(others) })
+    }
+
+    /// Asks for what will be needed when a part of a block is done. It may lie beyond the end of
+    /// the weights, where it is only an address.
+    #[inline(always)]
+    pub(super) fn prefetch<T>(self, part: &T) {
+        let ahead = std::ptr::from_ref(part).cast::<i8>().wrapping_add(self.0);
+        for line in (0..size_of::<T>()).step_by(64) {
+            // SAFETY: every x86-64 CPU has the instruction, which reads nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(line)) };
+        }
     }
 }
 
@@ -323,10 +342,10 @@ fn accumulate(sums: &mut [f32; STRIP], dot: __m256i, scale: __m256, x: f32) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn q4<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, blocks) in blocks::<PackedQ4, S>(strips).enumerate() {
+    for (k, (blocks, ahead)) in blocks::<PackedQ4, S>(strips).enumerate() {
         let activations = panel.block(k);
         for (strip, block) in blocks.into_iter().enumerate() {
-            prefetch(block);
+            ahead.prefetch(block);
             let weights = nibbles(&block.nibbles);
             let scales = load_scales(&block.scales);
             for (sums, x) in sums.of(strip).zip(activations) {
@@ -339,12 +358,12 @@ fn q4<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) 
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn q4_k<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, blocks) in blocks::<PackedQ4K, S>(strips).enumerate() {
+    for (k, (blocks, ahead)) in blocks::<PackedQ4K, S>(strips).enumerate() {
         let of_block = blocks.map(|block| [load_scales(&block.scales), load_scales(&block.mins)]);
         for sub in 0..8 {
             let activations = panel.block(k * 8 + sub);
             for (strip, block) in blocks.into_iter().enumerate() {
-                prefetch(&block.nibbles[sub]);
+                ahead.prefetch(&block.nibbles[sub]);
                 let weights = nibbles(&block.nibbles[sub]);
                 let [scale, min] = q4_k_scales(block, sub, of_block[strip]);
                 for (sums, x) in sums.of(strip).zip(activations) {
@@ -383,12 +402,12 @@ fn q4_k_scales(block: &PackedQ4K, sub: usize, [scales, mins]: [__m256; 2]) -> [_
 #[target_feature(enable = "avx2,fma,f16c")]
 fn q6_k<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
     let three = _mm256_set1_epi8(0x30);
-    for (k, blocks) in blocks::<PackedQ6K, S>(strips).enumerate() {
+    for (k, (blocks, ahead)) in blocks::<PackedQ6K, S>(strips).enumerate() {
         for (sub, strip) in (0..8).flat_map(|sub| (0..S).map(move |strip| (sub, strip))) {
             let block = blocks[strip];
             let scales = load_scales(&block.scales);
-            prefetch(&block.low[sub]);
-            prefetch(&block.high[sub]);
+            ahead.prefetch(&block.low[sub]);
+            ahead.prefetch(&block.high[sub]);
             let low = nibbles(&block.low[sub]);
             let [a, b] = [load(&block.high[sub][0]), load(&block.high[sub][1])];
             let w = [
@@ -432,10 +451,10 @@ fn q6_k<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>
 #[target_feature(enable = "avx2,fma,f16c")]
 fn q8<const S: usize>(strips: [&[u8]; S], panel: Panel<'_>, mut sums: Sums<'_>) {
     let ones = _mm256_set1_epi16(1);
-    for (k, blocks) in blocks::<PackedQ8, S>(strips).enumerate() {
+    for (k, (blocks, ahead)) in blocks::<PackedQ8, S>(strips).enumerate() {
         let activations = panel.block(k);
         for (strip, block) in blocks.into_iter().enumerate() {
-            prefetch(block);
+            ahead.prefetch(block);
             let scales = load_scales(&block.scales);
             let v = &block.values;
             let magnitudes = [

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use crate::isa::Avx512Vnni;
 use crate::matrix::{Format, PackedBlock, PackedQ4, PackedQ4K, PackedQ6K, PackedQ8};
 use crate::quantized_rows::{ActivationBlock, BLOCK, Panel};
-use crate::simd::avx2::{self, prefetch};
+use crate::simd::avx2::{self, Ahead};
 use crate::simd::{Kernel, QuantizedTile, STRIP, Simd};
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -153,14 +153,15 @@ impl Sums<'_> {
 /// Vectors of eight groups of columns.
 type Groups = [__m512i; 8];
 
-/// The blocks of P pairs of strips, column block by column block.
+/// The blocks of P pairs of strips, column block by column block, with what to ask for meanwhile.
 #[inline(always)]
 fn blocks<B: PackedBlock, const P: usize>(
     strips: [[&[u8]; 2]; P],
-) -> impl Iterator<Item = [[&B; 2]; P]> {
+) -> impl Iterator<Item = ([[&B; 2]; P], Ahead)> {
     let strips = strips.map(|pair| pair.map(B::strip));
     let count = strips.as_flattened().iter().map(|strip| strip.len()).min().unwrap_or(0);
-    (0..count).map(move |k| strips.map(|[a, b]| [&a[k], &b[k]]))
+    let ahead = Ahead::of_strips::<B>(count, 2 * P);
+    (0..count).map(move |k| (strips.map(|[a, b]| [&a[k], &b[k]]), ahead(k)))
 }
 
 /// Adds the lanes of eight vectors, in the order of [`Simd::sum`]: lane distances 8, 4, 2, 1.
@@ -290,8 +291,8 @@ fn accumulate(sums: &mut [f32; 2 * STRIP], value: __m512, scale: __m512, x: f32)
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn q4<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, blocks) in blocks::<PackedQ4, P>(strips).enumerate() {
-        blocks.as_flattened().iter().for_each(|block| prefetch(*block));
+    for (k, (blocks, ahead)) in blocks::<PackedQ4, P>(strips).enumerate() {
+        blocks.as_flattened().iter().for_each(|block| ahead.prefetch(*block));
         let weights = blocks.map(|[a, b]| nibbles(&a.nibbles, &b.nibbles));
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
         for (sums, x) in sums.rows::<P>().zip(panel.block(k)) {
@@ -306,8 +307,8 @@ fn q4<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn q8<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
     let sign = _mm512_set1_epi8(-128);
-    for (k, blocks) in blocks::<PackedQ8, P>(strips).enumerate() {
-        blocks.as_flattened().iter().for_each(|block| prefetch(*block));
+    for (k, (blocks, ahead)) in blocks::<PackedQ8, P>(strips).enumerate() {
+        blocks.as_flattened().iter().for_each(|block| ahead.prefetch(*block));
         // Weights plus 128.
         let weights = blocks.map(|[a, b]| {
             let load = |i: usize| _mm512_xor_si512(load(&a.values[i], &b.values[i]), sign);
@@ -345,11 +346,11 @@ fn q4_k_scales([a, b]: [&PackedQ4K; 2], sub: usize, [scales, mins]: [__m512; 2])
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn q4_k<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, blocks) in blocks::<PackedQ4K, P>(strips).enumerate() {
+    for (k, (blocks, ahead)) in blocks::<PackedQ4K, P>(strips).enumerate() {
         let of_block =
             blocks.map(|[a, b]| [load_scales(&a.scales, &b.scales), load_scales(&a.mins, &b.mins)]);
         for sub in 0..8 {
-            blocks.as_flattened().iter().for_each(|block| prefetch(&block.nibbles[sub]));
+            blocks.as_flattened().iter().for_each(|block| ahead.prefetch(&block.nibbles[sub]));
             let weights = blocks.map(|[a, b]| nibbles(&a.nibbles[sub], &b.nibbles[sub]));
             let scales: [_; P] = std::array::from_fn(|i| q4_k_scales(blocks[i], sub, of_block[i]));
             for (sums, x) in sums.rows::<P>().zip(panel.block(k * 8 + sub)) {
@@ -392,12 +393,12 @@ fn q6_k_values([first, second]: [&PackedQ6K; 2], sub: usize) -> Groups {
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn q6_k<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, blocks) in blocks::<PackedQ6K, P>(strips).enumerate() {
+    for (k, (blocks, ahead)) in blocks::<PackedQ6K, P>(strips).enumerate() {
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
         for sub in 0..8 {
             for block in blocks.as_flattened() {
-                prefetch(&block.low[sub]);
-                prefetch(&block.high[sub]);
+                ahead.prefetch(&block.low[sub]);
+                ahead.prefetch(&block.high[sub]);
             }
             let weights = blocks.map(|pair| q6_k_values(pair, sub));
             let sub_scales = blocks.map(|[a, b]| {
