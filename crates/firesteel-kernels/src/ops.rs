@@ -199,17 +199,20 @@ impl Kernel for Weigh<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> f64 {
         let count = self.logits.len().min(self.weights.len());
-        let (logits, rest) = self.logits[..count].as_chunks::<8>();
-        let (weights, rest_weights) = self.weights[..count].as_chunks_mut::<8>();
+        let weights = &mut self.weights[..count];
+        for (weight, logit) in weights.iter_mut().zip(self.logits) {
+            *weight = exp((logit - self.largest) / self.temperature);
+        }
+        // A loop of its own: with the sums of wider numbers in it the first one would not become
+        // vectors.
         let mut sums = [0.0_f64; 8];
-        for (weights, logits) in weights.iter_mut().zip(logits) {
-            for ((sum, weight), logit) in sums.iter_mut().zip(weights).zip(logits) {
-                *weight = exp((logit - self.largest) / self.temperature);
+        let (groups, rest) = weights.as_chunks::<8>();
+        for group in groups {
+            for (sum, weight) in sums.iter_mut().zip(group) {
                 *sum += f64::from(*weight);
             }
         }
-        for ((sum, weight), logit) in sums.iter_mut().zip(rest_weights).zip(rest) {
-            *weight = exp((logit - self.largest) / self.temperature);
+        for (sum, weight) in sums.iter_mut().zip(rest) {
             *sum += f64::from(*weight);
         }
         sums.iter().sum()
