@@ -1,3 +1,5 @@
+use firesteel_checkpoint::CheckpointError;
+use firesteel_export::ExportError;
 use std::path::PathBuf;
 
 /// What can go wrong with tables, compositions and counts.
@@ -49,6 +51,12 @@ pub enum ProfileError {
         /// What would be accepted.
         accepted: String,
     },
+    /// The table's model is none.
+    #[error(transparent)]
+    Config(#[from] CheckpointError),
+    /// The step's graph cannot be made.
+    #[error(transparent)]
+    Export(#[from] ExportError),
     /// A count of bytes does not fit in 64 bits.
     #[error("the bytes of {what} do not fit in 64 bits")]
     Overflow {

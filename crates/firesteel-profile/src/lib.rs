@@ -8,16 +8,27 @@
 
 mod compose;
 mod error;
+mod estimate;
+mod fit;
+mod groups;
 mod memory;
 mod operators;
 mod table;
+mod traffic;
 mod weights;
 
 pub use compose::{Basis, BreakEven, ComposedStep, Composition, PartTime, Selection, compose};
 pub use error::ProfileError;
+pub use estimate::{
+    Alternative, CacheMoves, Estimate, EstimatedPart, EstimatedStep, GroupTime, LargestOperator,
+    PartCost, StepChoice, StepCost, WhatIf, cache_moves, what_if,
+};
+pub use fit::{Fit, FitSelection, FittedRow, Term, TermFit, fit};
+pub use groups::{Group, GroupShare, Grouped};
 pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };
 pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
+pub use traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};
 pub use weights::{ModelBytes, WeightCoding, WeightCount};

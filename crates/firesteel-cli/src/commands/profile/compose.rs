@@ -1,10 +1,9 @@
+use super::read_table;
 use crate::commands::export::Layout;
 use crate::printer::{Printer, table};
-use crate::source::{ModelSource, read_text};
+use crate::source::ModelSource;
 use clap::Args;
-use firesteel_profile::{
-    Basis, BreakEven, Composition, Origin, PartTime, Selection, Table, compose,
-};
+use firesteel_profile::{Basis, BreakEven, Composition, Origin, PartTime, Selection, compose};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -50,10 +49,7 @@ impl Compose {
         for warning in &warnings {
             printer.warn(warning);
         }
-        let times = match &self.table {
-            Some(path) => Table::from_json(path, read_text(path)?.as_bytes())?,
-            None => Table::galaxy_s25()?,
-        };
+        let times = read_table(self.table.as_deref())?;
         let selection = Selection {
             runtime: self.runtime,
             precision: self.precision,
