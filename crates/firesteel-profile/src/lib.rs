@@ -9,6 +9,7 @@
 mod compose;
 mod error;
 mod memory;
+mod operators;
 mod table;
 mod weights;
 
@@ -17,5 +18,6 @@ pub use error::ProfileError;
 pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };
+pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
 pub use weights::{ModelBytes, WeightCoding, WeightCount};
