@@ -8,16 +8,20 @@
 
 mod compose;
 mod error;
+mod import;
 mod memory;
 mod operators;
 mod table;
+mod times;
 mod weights;
 
 pub use compose::{Basis, BreakEven, ComposedStep, Composition, PartTime, Selection, compose};
 pub use error::ProfileError;
+pub use import::{REPORT_LIMIT, Report, ReportFormat, import_report};
 pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };
 pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
+pub use times::RunTimes;
 pub use weights::{ModelBytes, WeightCoding, WeightCount};

@@ -1,7 +1,9 @@
 //! What a step costs; one file each.
 
 mod compose;
+mod import;
 mod memory;
+mod row;
 
 use crate::printer::Printer;
 use clap::{Args, Subcommand};
@@ -20,6 +22,8 @@ enum What {
     Compose(compose::Compose),
     /// Bytes of weights and caches, and the graphs that a Hexagon session can hold.
     Memory(memory::MemoryCommand),
+    /// Read what another tool reports of a run on a device.
+    Import(import::Import),
 }
 
 impl Profile {
@@ -27,6 +31,7 @@ impl Profile {
         match self.what {
             What::Compose(command) => command.run(printer),
             What::Memory(command) => command.run(printer),
+            What::Import(command) => command.run(printer),
         }
     }
 }
