@@ -14,6 +14,14 @@ pub enum ProfileError {
         /// Why, and what is accepted.
         reason: String,
     },
+    /// A file is no report of a tool that is known.
+    #[error("{}: {reason}", file.display())]
+    Report {
+        /// The file.
+        file: PathBuf,
+        /// Why, and what is accepted.
+        reason: String,
+    },
     /// A value of a table is not accepted.
     #[error("{}: {place}: {key} is {value}; accepted: {accepted}", file.display())]
     Value {

@@ -11,9 +11,11 @@ mod error;
 mod estimate;
 mod fit;
 mod groups;
+mod import;
 mod memory;
 mod operators;
 mod table;
+mod times;
 mod traffic;
 mod weights;
 
@@ -25,10 +27,12 @@ pub use estimate::{
 };
 pub use fit::{Fit, FitSelection, FittedRow, Term, TermFit, fit};
 pub use groups::{Group, GroupShare, Grouped};
+pub use import::{REPORT_LIMIT, Report, ReportFormat, import_report};
 pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };
 pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
+pub use times::RunTimes;
 pub use traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};
 pub use weights::{ModelBytes, WeightCoding, WeightCount};

@@ -11,5 +11,6 @@ mod golden;
 mod house;
 mod parity;
 mod profile;
+mod profile_kit;
 mod quantized;
 mod support;

@@ -2,7 +2,9 @@
 
 mod compose;
 mod estimate;
+mod import;
 mod memory;
+mod row;
 
 use crate::printer::Printer;
 use crate::source::read_text;
@@ -26,6 +28,8 @@ enum What {
     Estimate(estimate::EstimateCommand),
     /// Bytes of weights and caches, and the graphs that a Hexagon session can hold.
     Memory(memory::MemoryCommand),
+    /// Read what another tool reports of a run on a device.
+    Import(import::Import),
 }
 
 impl Profile {
@@ -34,6 +38,7 @@ impl Profile {
             What::Compose(command) => command.run(printer),
             What::Estimate(command) => command.run(printer),
             What::Memory(command) => command.run(printer),
+            What::Import(command) => command.run(printer),
         }
     }
 }

@@ -1,0 +1,166 @@
+//! `firesteel profile import`, `measure` and `phone-kit`, and `check --outputs`.
+
+use crate::support::{ROOT, argument, refusal, stdout};
+use insta::assert_snapshot;
+use serde_json::{Value, json};
+use std::path::Path;
+
+const QNN: &str = "tests/golden/profiles/qnn.csv";
+
+fn parse(text: &str) -> Value {
+    serde_json::from_str(text).unwrap()
+}
+
+fn read(path: &Path) -> Value {
+    parse(&std::fs::read_to_string(path).unwrap())
+}
+
+#[test]
+fn import_prints_what_a_report_says() {
+    let text = stdout(&["profile", "import", QNN, "--warmup", "1", "--top", "3"]);
+    assert_snapshot!(text, @"
+    tests/golden/profiles/qnn.csv: qnn-csv
+    QNN (execute) time: median 1.010 ms, shortest 1.000, p10 1.000, p90 1.030, longest 1.030, median deviation 0.010, 3 runs
+    6 operators, 215204 cycles in all, imported
+    operator                  type  unit  cycles   share
+    /layers.0/gelu               -     -  120002  55.8 %
+    /layers.0/q_k_v_proj         -     -   92200  42.8 %
+    /layers.0/concat, axis 2     -     -    1500   0.7 %
+    and 3 more
+    ");
+    let text = stdout(&["profile", "import", "tests/golden/profiles/ai-hub.json"]);
+    assert_snapshot!(text, @"
+    tests/golden/profiles/ai-hub.json: ai-hub
+    all_inference_times: median 0.817 ms, shortest 0.812, p10 0.812, p90 0.831, longest 2.104, median deviation 0.004, 10 runs
+    6 operators, 318631 cycles in all, imported
+    operator                             type  unit  cycles   share
+    /layers.0/gelu                       Gelu   NPU  120500  37.8 %
+    /layers.0/q_k_v_proj       FullyConnected   NPU   92000  28.9 %
+    /layers.0/scores                   MatMul   NPU   51000  16.0 %
+    /layers.0/softmax                 Softmax   NPU   33000  10.4 %
+    /layers.0/input_layernorm         RmsNorm   NPU   18031   5.7 %
+    x                                   Input   NPU    4100   1.3 %
+    1 operator, 23.0 microseconds in all, imported
+    operator             type  unit  microseconds    share
+    /layers.0/mask/Cast  CAST   CPU          23.0  100.0 %
+    note: estimated_inference_time is 812 microseconds
+    note: 2 of 8 operators have no cycles
+    note: 7 of 8 operators have no microseconds
+    ");
+    let text = stdout(&["profile", "import", "tests/golden/profiles/ort.json", "--json"]);
+    let report = parse(&text);
+    assert_eq!(report["format"], "ort");
+    assert_eq!(report["operators"][0]["operators"][1]["operator"], "Softmax");
+    assert_eq!(report["operators"][0]["provenance"], "imported");
+    assert_eq!(report["row"], Value::Null);
+}
+
+/// Two layers and a head from reports make a table that a step is composed of.
+#[test]
+fn imports_become_a_table() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = folder.path().join("phone.json");
+    let base = [
+        "profile",
+        "import",
+        QNN,
+        "--warmup",
+        "1",
+        "--out",
+        argument(&table),
+        "--model",
+        "spark-x2.5-1.7b",
+        "--device",
+        "a phone",
+        "--soc",
+        "its chip",
+        "--runtime",
+        "qnn-npu",
+        "--precision",
+        "w8a16",
+        "--dialect",
+        "qnn",
+        "--json",
+    ];
+    let full = ["--layer-kind", "full", "--layout", "roll", "--context", "1024"];
+    let report = parse(&stdout(&[&base[..], &full].concat()));
+    assert_eq!(
+        report["row"],
+        json!({
+            "runtime": "qnn-npu", "precision": "w8a16", "dialect": "qnn", "kind": "full_attention",
+            "layout": "roll", "context": 1024, "tokens": 1, "variant": null, "ms": 1.01,
+            "statistic": "median", "low": 1.0, "high": 1.03, "n": 3, "snr_db": null,
+            "timing_only": false, "source": "imported-1", "note": null,
+        })
+    );
+    for options in [&["--layer-kind", "sliding", "--layout", "ring"][..], &["--layer-kind", "head"]]
+    {
+        stdout(&[&base[..], options].concat());
+    }
+    let written = read(&table);
+    assert_eq!(written["measurements"].as_array().unwrap().len(), 3);
+    assert_eq!(
+        written["sources"],
+        json!([{
+            "id": "imported-1", "origin": "imported",
+            "text": "QNN (execute) time of qnn.csv, profiling events of QNN, after a warm-up of 1",
+        }])
+    );
+    let compose = ["profile", "compose", "--model", "spark-x2.5-1.7b", "--precision", "w8a16"];
+    let options = ["--context", "1024", "--table", argument(&table)];
+    assert_snapshot!(stdout(&[&compose[..], &options].concat()), @"
+    a phone, its chip, qnn-npu, w8a16: steps composed of single layers, ms
+    context     sliding       full  layers  all full  speedup   head   step  tokens/s     basis
+    1024     21 × 1.010  7 × 1.010   28.28     28.28     1.00  1.010  29.29      34.1  measured
+    sliding layers pay at context 1024, the shortest that was measured
+    times imported: QNN (execute) time of qnn.csv, profiling events of QNN, after a warm-up of 1
+    ");
+    // The same part again, another device, another model.
+    let talk = refusal(&[&base[..], &full].concat());
+    assert!(talk.contains("each part of a step once"), "{talk}");
+    let mut other =
+        [&base[..], &["--layer-kind", "full", "--layout", "ring", "--context", "9"]].concat();
+    other[10] = "another phone";
+    let talk = refusal(&other);
+    assert!(talk.contains("a table of the device \"a phone\""), "{talk}");
+    other[10] = "a phone";
+    other[8] = "spark-x2.5-4b";
+    let talk = refusal(&other);
+    assert!(talk.contains("hidden_size 2048, and this model's"), "{talk}");
+    assert_eq!(read(&table), written, "a refused row leaves the table as it was");
+}
+
+#[test]
+fn import_refusals() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = folder.path().join("table.json");
+    let cut = folder.path().join("cut.csv");
+    let whole = std::fs::read_to_string(Path::new(ROOT).join(QNN)).unwrap();
+    let lines: Vec<&str> = whole.lines().take(18).collect();
+    std::fs::write(&cut, lines.join("\n")).unwrap();
+    let out = ["profile", "import", QNN, "--out", argument(&table)];
+    let model = ["--model", "spark-x2.5-1.7b"];
+    let device = ["--device", "d", "--soc", "s", "--runtime", "r"];
+    let emulator = "tests/golden/profiles/emulator.csv";
+    let cases: Vec<(Vec<&str>, &str)> = vec![
+        (vec!["profile", "import", "none.csv"], "none.csv"),
+        (vec!["profile", "import", emulator], "those of the host and say nothing about a device"),
+        (vec!["profile", "import", argument(&cut)], "it is cut off"),
+        (vec!["profile", "import", QNN, "--format", "ort"], "qnn.csv: ort: "),
+        (vec!["profile", "import", QNN, "--warmup", "4"], "the warm-up of 4 leaves out"),
+        (vec!["profile", "import", QNN, "--device", "d"], "--out"),
+        (out.to_vec(), "does not say --device"),
+        ([&out[..], &device].concat(), "needs --model"),
+        ([&out[..], &device, &model].concat(), "needs --precision"),
+        ([&out[..], &device, &model, &["--precision", "p"]].concat(), "needs --layer-kind"),
+        (
+            [&out[..], &device, &model, &["--precision", "p", "--layer-kind", "full"]].concat(),
+            "layout is null; accepted: a value for full_attention",
+        ),
+    ];
+    for (arguments, reason) in cases {
+        let talk = refusal(&arguments);
+        assert!(talk.contains(reason), "{arguments:?}: {talk}");
+    }
+    assert!(!table.exists());
+}
