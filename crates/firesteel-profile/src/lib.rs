@@ -17,6 +17,7 @@ mod operators;
 mod table;
 mod times;
 mod traffic;
+mod vtcm;
 mod weights;
 
 pub use compose::{Basis, BreakEven, ComposedStep, Composition, PartTime, Selection, compose};
@@ -35,4 +36,5 @@ pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
 pub use times::RunTimes;
 pub use traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};
+pub use vtcm::{CompiledGraph, SessionGraph, VTCM_BYTES};
 pub use weights::{ModelBytes, WeightCoding, WeightCount};

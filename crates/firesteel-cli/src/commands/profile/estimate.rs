@@ -7,13 +7,16 @@ use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_check::audit::Schematic;
 use firesteel_checkpoint::ModelConfig;
-use firesteel_compile::{CompiledManifest, StepEntry};
+use firesteel_compile::{CompiledManifest, PartEntry, PartRole, StepEntry};
 use firesteel_export::Gelu;
 use firesteel_profile::{
-    Alternative, Basis, CacheMoves, Estimate, Fit, FitSelection, Grouped, KvElement, Selection,
-    StepChoice, StepCost, Table, WhatIf, cache_moves, compose, fit, what_if,
+    Alternative, Basis, CacheMoves, CompiledGraph, Estimate, Fit, FitSelection, Grouped, KvElement,
+    PartCost, PartKind, Selection, SessionGraph, StepChoice, StepCost, Table, WhatIf, cache_moves,
+    compose, fit, what_if,
 };
+use firesteel_step::TensorSpec;
 use serde::Serialize;
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -105,6 +108,8 @@ pub(super) struct StepEstimate {
     #[serde(flatten)]
     pub(super) estimate: Estimate,
     pub(super) composed: Option<ComposedTime>,
+    /// Its graphs against the limits of a session.
+    pub(super) graphs: Vec<SessionGraph>,
 }
 
 /// A time that is composed of the table's layers.
@@ -137,7 +142,8 @@ struct Subject {
     choices: Vec<StepChoice>,
     /// The counts of an artifact's graphs.
     cost: Option<StepCost>,
-    schematics: Vec<Schematic>,
+    /// The compiled step.
+    compiled: Option<StepEntry>,
     /// Why its time cannot be had.
     untimed: Option<String>,
 }
@@ -182,22 +188,28 @@ impl EstimateArgs {
             Ok(fit) => (Some(fit), None),
             Err(reason) => (None, Some(reason)),
         };
+        let schematics: Vec<&Schematic> =
+            subject.compiled.iter().flat_map(|entry| &entry.parts).filter_map(plan).collect();
         let mut steps = Vec::new();
         for choice in &subject.choices {
             let mut cost = match &subject.cost {
                 Some(cost) => cost.clone(),
                 None => StepCost::of_choice(&subject.config, choice)?,
             };
-            if !subject.schematics.is_empty() {
+            if !schematics.is_empty() {
                 cost = cost.with_schematics(
-                    &subject.schematics,
+                    schematics.iter().copied(),
                     &subject.config.layer_types,
                     subject.first_layer,
                 );
             }
             let composed = composed(&subject.config, &table, &selection, choice);
+            let graphs = match &subject.compiled {
+                Some(entry) => compiled_graphs(entry, &cost),
+                None => planned_graphs(choice, &cost),
+            };
             let estimate = Estimate::new(cost, fit.as_ref());
-            steps.push(StepEstimate { choice: choice.clone(), estimate, composed });
+            steps.push(StepEstimate { choice: choice.clone(), estimate, composed, graphs });
         }
         let countable =
             subject.untimed.is_none() && StepCost::of_choice(&subject.config, &base).is_ok();
@@ -220,7 +232,7 @@ impl EstimateArgs {
             fit_missing,
             steps,
             cache_moves,
-            compiled: CompiledTraffic::of(&subject.schematics),
+            compiled: CompiledTraffic::of(&schematics),
             what_if,
         })
     }
@@ -247,14 +259,7 @@ impl EstimateArgs {
             head_shards: usize::from(self.head_shards.unwrap_or(1)),
         };
         let choices = contexts.iter().map(choice).collect();
-        Ok(Subject {
-            config,
-            first_layer: 0,
-            choices,
-            cost: None,
-            schematics: Vec::new(),
-            untimed: None,
-        })
+        Ok(Subject { config, first_layer: 0, choices, cost: None, compiled: None, untimed: None })
     }
 
     /// An artifact, compiled or not.
@@ -282,7 +287,7 @@ impl EstimateArgs {
         let untimed = (tokens != 1).then(|| {
             format!("a step of {tokens} tokens, and the table's rows are of steps of one")
         });
-        let (cost, schematics) = match &source {
+        let (cost, compiled) = match &source {
             Source::Artifact(artifact) => {
                 let graphs: Vec<_> = manifest
                     .graphs
@@ -290,15 +295,15 @@ impl EstimateArgs {
                     .map(|graph| artifact.read_graph(graph))
                     .collect::<Result<_, _>>()?;
                 let kinds = &manifest.layer_types;
-                (Some(StepCost::of_graphs(&graphs, kinds, first_layer)?), Vec::new())
+                (Some(StepCost::of_graphs(&graphs, kinds, first_layer)?), None)
             }
-            Source::Compiled(step) => (None, plans(step.entry()?)),
-            Source::Checkpoint(_) => (None, Vec::new()),
+            Source::Compiled(step) => (None, Some(step.entry()?.clone())),
+            Source::Checkpoint(_) => (None, None),
         };
         if cost.is_none() && tokens != 1 {
             bail!("{} is compiled for steps of {tokens} tokens; estimate the artifact", self.model);
         }
-        Ok(Subject { config, first_layer, choices: vec![choice], cost, schematics, untimed })
+        Ok(Subject { config, first_layer, choices: vec![choice], cost, compiled, untimed })
     }
 }
 
@@ -326,13 +331,56 @@ fn exported(manifest: &Manifest) -> StepChoice {
     }
 }
 
-/// The plans of a compiled step's parts.
-fn plans(entry: &StepEntry) -> Vec<Schematic> {
-    entry.parts.iter().filter_map(|part| part.audit.schematic.clone()).collect()
+/// What the compiler planned for a part.
+fn plan(part: &PartEntry) -> Option<&Schematic> {
+    part.audit.schematic.as_ref()
+}
+
+/// The parts of a compiled step against the limits of a session.
+fn compiled_graphs(entry: &StepEntry, cost: &StepCost) -> Vec<SessionGraph> {
+    let graph = |part: &PartEntry| {
+        let (cache_bytes, returned_bytes, largest) = match &part.role {
+            PartRole::Layers { step } => {
+                let step = step.clone().with_encodings(&part.ports);
+                let bytes = |t: &TensorSpec| Some(t.dtype.byte_count(&t.shape)? as u64);
+                let returned = step.outputs.iter().map(bytes).sum::<Option<u64>>();
+                (step.cache_bytes() as u64, returned, cost.largest_operator.as_ref())
+            }
+            PartRole::Head { .. } => (0, None, None),
+        };
+        SessionGraph::new(
+            part.name.clone(),
+            part.constant_bytes.saturating_add(cache_bytes),
+            largest.map(|largest| (largest.node.as_str(), largest.bytes)),
+            Some(CompiledGraph {
+                schematic: plan(part),
+                binary_bytes: part.binary_bytes,
+                returned_bytes,
+            }),
+        )
+    };
+    entry.parts.iter().map(graph).collect()
+}
+
+/// The graphs that a step would be exported as.
+fn planned_graphs(choice: &StepChoice, cost: &StepCost) -> Vec<SessionGraph> {
+    let of = |part: &PartCost| part.cost.weight_bytes.saturating_add(part.cost.cache_read_bytes);
+    let sharded = choice.head_shards > 1;
+    let in_step = cost.parts.iter().filter(|part| part.kind != PartKind::Head || !sharded);
+    let addressed =
+        in_step.map(|part| of(part).saturating_mul(part.count as u64)).fold(0, u64::saturating_add);
+    let largest = cost.largest_operator.as_ref();
+    let largest = largest.map(|largest| (largest.node.as_str(), largest.bytes));
+    let step = SessionGraph::new("step".into(), addressed, largest, None);
+    let heads = cost.parts.iter().filter(|part| part.kind == PartKind::Head && sharded);
+    let heads = heads.map(|part| {
+        SessionGraph::new(format!("each of {} heads", part.count), of(part), None, None)
+    });
+    std::iter::once(step).chain(heads).collect()
 }
 
 impl CompiledTraffic {
-    fn of(schematics: &[Schematic]) -> Option<Self> {
+    fn of(schematics: &[&Schematic]) -> Option<Self> {
         let mut all = Schematic::default();
         for schematic in schematics {
             all.total.htp_ops = all.total.htp_ops.saturating_add(schematic.total.htp_ops);
@@ -415,6 +463,11 @@ fn print(estimates: &Estimates, printer: &mut Printer) -> anyhow::Result<()> {
     for step in &estimates.steps {
         print_step(step, printer)?;
     }
+    for step in &estimates.steps {
+        for graph in &step.graphs {
+            printer.line(format!("context {}: {}", step.choice.context, limits(graph)))?;
+        }
+    }
     if let Some(compiled) = &estimates.compiled {
         printer.line(format!(
             "planned by the compiler: {} operators of the device, {} MB from and to memory: {}",
@@ -471,6 +524,41 @@ fn print_step(step: &StepEstimate, printer: &mut Printer) -> anyhow::Result<()> 
         .collect();
     printer.line(format!("context {context}: estimated by group: {}", groups.join(", ")))?;
     Ok(())
+}
+
+/// A graph against the limits of a session.
+fn limits(graph: &SessionGraph) -> String {
+    let within = |fits: bool| if fits { "within" } else { "ABOVE" };
+    let mut text = format!(
+        "{} addresses {} MB, {} the limit of {}",
+        graph.name,
+        megabytes(graph.addressed_bytes),
+        within(graph.addressable),
+        megabytes(graph.graph_limit_bytes)
+    );
+    if let (Some(node), Some(bytes), Some(fits)) =
+        (&graph.largest_operator, graph.largest_operator_bytes, graph.largest_operator_fits)
+    {
+        let _ = write!(
+            text,
+            "; largest working set {} MB ({node}), {} VTCM of {}",
+            megabytes(bytes),
+            within(fits),
+            megabytes(graph.vtcm_limit_bytes)
+        );
+    }
+    let compiled = [
+        ("VTCM in use", graph.vtcm_used_bytes),
+        ("values kept in memory", graph.memory_values_bytes),
+        ("written beyond its outputs", graph.spilled_bytes),
+        ("context binary", graph.context_binary_bytes),
+    ];
+    for (what, bytes) in compiled {
+        if let Some(bytes) = bytes {
+            let _ = write!(text, "; {what} {} MB", megabytes(bytes));
+        }
+    }
+    text
 }
 
 fn shares(grouped: &Grouped) -> String {
