@@ -14,6 +14,8 @@ mod groups;
 mod import;
 mod memory;
 mod operators;
+mod report;
+mod report_html;
 mod table;
 mod times;
 mod traffic;
@@ -33,6 +35,8 @@ pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };
 pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
+pub use report::{Axis, Document, Figure, Mark, Point, ReportInput, Series, Unit};
+pub use report_html::html;
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
 pub use times::RunTimes;
 pub use traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};

@@ -12,5 +12,6 @@ mod house;
 mod parity;
 mod profile;
 mod profile_kit;
+mod profile_report;
 mod quantized;
 mod support;

@@ -30,7 +30,7 @@ use std::process::ExitCode;
 #[derive(Debug, Args)]
 pub(crate) struct EstimateCommand {
     #[command(flatten)]
-    pub(super) what: EstimateArgs,
+    what: EstimateArgs,
     /// Compare with other layouts, contexts, precisions, forms of GELU, head graphs and caches
     #[arg(long)]
     what_if: bool,
@@ -87,39 +87,39 @@ enum Device {
 
 /// The estimates of a model.
 #[derive(Debug, Serialize)]
-pub(super) struct Estimates {
-    pub(super) model: String,
+struct Estimates {
+    model: String,
     /// The speed of the device; null where the table has no rows to fit.
-    pub(super) fit: Option<Fit>,
+    fit: Option<Fit>,
     /// Why there is no fit.
-    pub(super) fit_missing: Option<String>,
-    pub(super) steps: Vec<StepEstimate>,
+    fit_missing: Option<String>,
+    steps: Vec<StepEstimate>,
     /// Bytes of cache movement in a sliding layer.
-    pub(super) cache_moves: Option<CacheMoves>,
+    cache_moves: Option<CacheMoves>,
     /// What the compiler planned; null where nothing was compiled.
-    pub(super) compiled: Option<CompiledTraffic>,
-    pub(super) what_if: Option<Vec<Alternative>>,
+    compiled: Option<CompiledTraffic>,
+    what_if: Option<Vec<Alternative>>,
 }
 
 /// A step, and what it is composed of the measured layers where there are such.
 #[derive(Debug, Serialize)]
-pub(super) struct StepEstimate {
-    pub(super) choice: StepChoice,
+struct StepEstimate {
+    choice: StepChoice,
     #[serde(flatten)]
-    pub(super) estimate: Estimate,
-    pub(super) composed: Option<ComposedTime>,
+    estimate: Estimate,
+    composed: Option<ComposedTime>,
     /// Its graphs against the limits of a session.
-    pub(super) graphs: Vec<SessionGraph>,
+    graphs: Vec<SessionGraph>,
 }
 
 /// A time that is composed of the table's layers.
 #[derive(Debug, Serialize)]
-pub(super) struct ComposedTime {
+struct ComposedTime {
     /// Layers, and the head where it was measured, ms.
-    pub(super) ms: f64,
+    ms: f64,
     /// Whether the head is in it.
-    pub(super) head: bool,
-    pub(super) basis: Option<Basis>,
+    head: bool,
+    basis: Option<Basis>,
 }
 
 /// The compiler's plan of a step.
@@ -134,18 +134,18 @@ pub(super) struct CompiledTraffic {
 }
 
 /// What is estimated: steps to export, or one that there is.
-struct Subject {
+pub(super) struct Subject {
     /// The model, or the slice of it.
-    config: ModelConfig,
+    pub(super) config: ModelConfig,
     /// Number in the model of the first layer.
     first_layer: usize,
-    choices: Vec<StepChoice>,
+    pub(super) choices: Vec<StepChoice>,
     /// The counts of an artifact's graphs.
     cost: Option<StepCost>,
     /// The compiled step.
-    compiled: Option<StepEntry>,
+    pub(super) compiled: Option<StepEntry>,
     /// Why its time cannot be had.
-    untimed: Option<String>,
+    pub(super) untimed: Option<String>,
 }
 
 impl EstimateCommand {
@@ -167,19 +167,20 @@ impl EstimateArgs {
         read_table(self.table.as_deref())
     }
 
-    pub(super) fn estimates(
-        &self,
-        with_what_if: bool,
-        printer: &mut Printer,
-    ) -> anyhow::Result<Estimates> {
+    /// The rows that a step's time is fitted on.
+    pub(super) fn selection(&self, choice: &StepChoice) -> FitSelection {
+        FitSelection {
+            runtime: self.runtime.clone(),
+            precision: choice.precision.clone(),
+            dialect: self.dialect.clone(),
+        }
+    }
+
+    fn estimates(&self, with_what_if: bool, printer: &mut Printer) -> anyhow::Result<Estimates> {
         let subject = self.subject(printer)?;
         let table = self.table()?;
         let Some(base) = subject.choices.first().cloned() else { bail!("--context is empty") };
-        let selection = FitSelection {
-            runtime: self.runtime.clone(),
-            precision: base.precision.clone(),
-            dialect: self.dialect.clone(),
-        };
+        let selection = self.selection(&base);
         let fitted = match &subject.untimed {
             Some(reason) => Err(reason.clone()),
             None => fit(&subject.config, &table, &selection).map_err(|error| error.to_string()),
@@ -237,7 +238,7 @@ impl EstimateArgs {
         })
     }
 
-    fn subject(&self, printer: &mut Printer) -> anyhow::Result<Subject> {
+    pub(super) fn subject(&self, printer: &mut Printer) -> anyhow::Result<Subject> {
         let path = Path::new(&self.model);
         if path.is_dir() && (CompiledManifest::is_in(path) || Artifact::is_artifact(path)) {
             return self.existing(path, printer);
@@ -332,7 +333,7 @@ fn exported(manifest: &Manifest) -> StepChoice {
 }
 
 /// What the compiler planned for a part.
-fn plan(part: &PartEntry) -> Option<&Schematic> {
+pub(super) fn plan(part: &PartEntry) -> Option<&Schematic> {
     part.audit.schematic.as_ref()
 }
 
@@ -380,7 +381,7 @@ fn planned_graphs(choice: &StepChoice, cost: &StepCost) -> Vec<SessionGraph> {
 }
 
 impl CompiledTraffic {
-    fn of(schematics: &[&Schematic]) -> Option<Self> {
+    pub(super) fn of(schematics: &[&Schematic]) -> Option<Self> {
         let mut all = Schematic::default();
         for schematic in schematics {
             all.total.htp_ops = all.total.htp_ops.saturating_add(schematic.total.htp_ops);
@@ -401,6 +402,16 @@ impl CompiledTraffic {
     }
 }
 
+/// The measurements that make a step of the same kind.
+pub(super) fn composition_of(selection: &FitSelection, choice: &StepChoice) -> Selection {
+    Selection {
+        runtime: selection.runtime.clone(),
+        precision: selection.precision.clone(),
+        dialect: selection.dialect.clone(),
+        layout: choice.layout,
+    }
+}
+
 /// The step composed of the table's layers, where it has them for this model and choice.
 fn composed(
     config: &ModelConfig,
@@ -408,12 +419,7 @@ fn composed(
     selection: &FitSelection,
     choice: &StepChoice,
 ) -> Option<ComposedTime> {
-    let selection = Selection {
-        runtime: selection.runtime.clone(),
-        precision: selection.precision.clone(),
-        dialect: selection.dialect.clone(),
-        layout: choice.layout,
-    };
+    let selection = composition_of(selection, choice);
     // A table of other layers, or without these, has no such time.
     let composition = compose(config, table, &selection, &[choice.context]).ok()?;
     let step = composition.steps.into_iter().next()?;

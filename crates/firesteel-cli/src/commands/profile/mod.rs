@@ -4,6 +4,7 @@ mod compose;
 mod estimate;
 mod import;
 mod memory;
+mod report;
 mod row;
 
 use crate::printer::Printer;
@@ -28,6 +29,8 @@ enum What {
     Estimate(estimate::EstimateCommand),
     /// Bytes of weights and caches, and the graphs that a Hexagon session can hold.
     Memory(memory::MemoryCommand),
+    /// A page with plots: memory and time against the context, time by group, the fit's error.
+    Report(report::ReportCommand),
     /// Read what another tool reports of a run on a device.
     Import(import::Import),
 }
@@ -38,6 +41,7 @@ impl Profile {
             What::Compose(command) => command.run(printer),
             What::Estimate(command) => command.run(printer),
             What::Memory(command) => command.run(printer),
+            What::Report(command) => command.run(printer),
             What::Import(command) => command.run(printer),
         }
     }
