@@ -28,6 +28,11 @@ pub struct StepChoice {
     pub head_shards: usize,
 }
 
+/// Whether a node outside of the layers belongs to final norm and head.
+fn of_head(node: &str) -> bool {
+    node.starts_with("head") || node.starts_with("logits")
+}
+
 /// What one kind of part of a step costs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PartCost {
@@ -155,7 +160,7 @@ impl StepCost {
             0 => Vec::new(),
             1 => {
                 let mut nodes = count_graph(&make(0, Logits::Last)?.graph, Some(bits))?;
-                nodes.retain(|node| node.layer.is_none() && node.group != Group::GraphInputOutput);
+                nodes.retain(|node| of_head(&node.node));
                 vec![nodes]
             }
             _ => {
@@ -190,7 +195,7 @@ impl StepCost {
                 match layer.and_then(|layer| layers.get_mut(layer)) {
                     Some(nodes) => nodes.push(node),
                     // What enters and leaves the layers is theirs.
-                    None if index == 0 && node.group == Group::GraphInputOutput => {
+                    None if index == 0 && !of_head(&node.node) => {
                         if let Some(nodes) = layers.first_mut() {
                             nodes.push(node);
                         }
@@ -232,9 +237,7 @@ impl StepCost {
             let sum = match layer {
                 Some(LayerKind::Sliding) => &mut of_kind[0],
                 Some(LayerKind::Full) => &mut of_kind[1],
-                None if node.node.starts_with("head") || node.node.starts_with("logits") => {
-                    &mut head
-                }
+                None if of_head(&node.node) => &mut head,
                 None => &mut rest,
             };
             *sum = sum.saturating_add(bytes);

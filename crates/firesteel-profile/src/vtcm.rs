@@ -31,7 +31,8 @@ pub struct SessionGraph {
     /// Bytes of values between operators that the compiler keeps in memory, because they do not
     /// fit or are wanted late.
     pub memory_values_bytes: Option<u64>,
-    /// Bytes that it plans to write to memory beyond what the graph returns.
+    /// Bytes that it plans to write to memory beyond what the graph returns. Outputs are rounded up
+    /// to whole tiles, which counts here.
     pub spilled_bytes: Option<u64>,
     /// Bytes of the context binary.
     pub context_binary_bytes: Option<u64>,

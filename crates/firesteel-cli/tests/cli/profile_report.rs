@@ -22,8 +22,58 @@ fn estimate(options: &[&str]) -> String {
 #[test]
 fn estimate_prints_the_fit_and_its_error() {
     let options = [SHAPE, "--precision", "w8a16", "--context", "1024,4096", "--what-if"];
-    assert_snapshot!(estimate(&options), @"");
-    assert_snapshot!(estimate(&[SHAPE, "--precision", "w16a16", "--head-shards", "8"]), @"");
+    assert_snapshot!(estimate(&options), @"
+    spark-x2.5-1.7b: estimated, nothing here is measured
+    context                    part  memory MB  moved MB    Mop  planned MB     ms           outside of the rows
+    1024     21 × sliding_attention       52.6       4.5  107.0           -  0.831
+    1024         7 × full_attention       53.6       8.8  111.2           -  0.922
+    1024                   1 × head      269.2       0.3  536.9           -  3.845
+    4096     21 × sliding_attention       52.6       4.5  107.0           -  0.831
+    4096         7 × full_attention       59.9      34.2  136.4           -  1.470  moved 3.91 × the largest row
+    4096                   1 × head      269.2       0.3  536.9           -  3.845
+    context 1024: estimated 27.75 ms, 36.0 tokens/s; composed of the table's layers 27.36 (measured)
+    context 1024: estimated by group: MLP matmuls 59.1 %, projections 15.2 %, head 13.9 %, cache moves 9.0 %, attention matmuls 2.4 %, attention, the rest 0.2 %
+    context 4096: estimated 31.59 ms, 31.7 tokens/s
+    context 4096: estimated by group: MLP matmuls 51.9 %, cache moves 17.4 %, projections 13.4 %, head 12.2 %, attention matmuls 4.7 %, attention, the rest 0.3 %
+    context 1024: step addresses 1747.7 MB, within the limit of 2147.5; largest working set 2.1 MB (layers.3.attention.keys_transposed/Transpose), within VTCM of 8.4
+    context 4096: step addresses 1791.7 MB, within the limit of 2147.5; largest working set 8.4 MB (layers.3.attention.keys_transposed/Transpose), ABOVE VTCM of 8.4
+    cache moves in a sliding layer: 3.1 MB as a ring (69.5 % of what it moves), 5.2 MB rolled (79.2 %)
+    fitted on 3 rows of Samsung Galaxy S25, Snapdragon 8 Elite (SM8750), qnn-npu, w8a16: memory 70.107 GB/s, moved 55.627 GB/s, operations left out (too few rows), overhead left out (too few rows)
+    row                layout  context  measured  fitted  error %  left out %
+    sliding_attention    ring        -     0.803   0.831     +3.5        +5.5
+    full_attention       roll     1024     0.942   0.922     -2.1        -9.1
+    head                    -        -     3.907   3.845     -1.6       -12.2
+    error of the fit: at most 3.5 %, RMS 2.5 %, RMS of rows left out 9.3 %
+    what if           memory MB  moved MB  estimated ms  difference       %  outside
+    base                 1748.3     156.6         27.75       +0.00   +0.00       no
+    layout roll          1770.4     200.8         28.86       +1.11   +3.99       no
+    context 4096         1792.4     334.9         31.59       +3.83  +13.81      yes
+    precision fp16       3452.6     156.6         48.28      +20.53  +73.96      yes
+    precision w4a16       894.8     156.6         29.11       +1.36   +4.90       no
+    precision w16a16     3452.6     156.6         55.05      +27.30  +98.35      yes
+    precision w8a8       1729.7      78.3         24.90       -2.86  -10.29      yes
+    gelu tanh            1748.3     156.6         27.75       +0.00   +0.00       no
+    gelu sigmoid         1748.3     158.5         27.79       +0.03   +0.12       no
+    head in 8            1748.4     156.7         27.76       +0.00   +0.01      yes
+    kv i8                1730.0      83.2         26.17       -1.58   -5.70       no
+    forms of GELU that are one operator each count the same; what a device makes of them is in measured rows only
+    ");
+    assert_snapshot!(estimate(&[SHAPE, "--precision", "w16a16", "--head-shards", "8"]), @"
+    spark-x2.5-1.7b: estimated, nothing here is measured
+    context                    part  memory MB  moved MB    Mop  planned MB     ms             outside of the rows
+    1024     21 × sliding_attention      103.9       4.5  107.0           -  1.656
+    1024         7 × full_attention      104.9       8.8  111.2           -  1.673
+    1024                   8 × head       67.1       0.0   67.1           -  1.071  memory 0.65 × the smallest row
+    context 1024: estimated 55.05 ms, 18.2 tokens/s
+    context 1024: estimated by group: MLP matmuls 66.3 %, projections 17.0 %, head 15.6 %, cache moves 1.1 %
+    context 1024: step addresses 2915.1 MB, ABOVE the limit of 2147.5; largest working set 2.1 MB (layers.3.attention.keys_transposed/Transpose), within VTCM of 8.4
+    context 1024: each of 8 heads addresses 67.1 MB, within the limit of 2147.5
+    cache moves in a sliding layer: 3.1 MB as a ring (69.5 % of what it moves), 5.2 MB rolled (79.2 %)
+    fitted on 1 row of Samsung Galaxy S25, Snapdragon 8 Elite (SM8750), qnn-npu, w16a16: memory 62.718 GB/s, moved left out (too few rows), operations left out (too few rows), overhead left out (too few rows)
+    row                layout  context  measured  fitted  error %  left out %
+    sliding_attention    ring        -     1.656   1.656     +0.0           -
+    error of the fit: at most 0.0 %, RMS not known, RMS of rows left out not known
+    ");
 }
 
 #[test]
@@ -82,11 +132,12 @@ fn an_artifact_is_counted_from_its_graphs() {
             for key in ["weight_bytes", "cache_read_bytes", "cache_written_bytes"] {
                 assert_eq!(own["cost"][key], other["cost"][key], "{precision} {key}");
             }
-            // Conversions of a graph of integers are its own.
-            let ratio = own["cost"]["moved_bytes"].as_f64().unwrap()
-                / other["cost"]["moved_bytes"].as_f64().unwrap();
-            assert!((0.95..1.1).contains(&ratio), "{precision} {own} {other}");
         }
+        // A graph of integers also converts at its border.
+        let moved =
+            |report: &Value| report["steps"][0]["cost"]["total"]["moved_bytes"].as_f64().unwrap();
+        let ratio = moved(&counted) / moved(&chosen);
+        assert!((1.0..1.02).contains(&ratio), "{precision} {ratio}");
     }
 }
 
@@ -114,7 +165,8 @@ fn a_compiled_artifact_has_its_plan() {
     assert!(vtcm > 0 && vtcm <= 8 << 20, "{vtcm}");
     let binary = graph["context_binary_bytes"].as_u64().unwrap();
     assert!(binary > graph["addressed_bytes"].as_u64().unwrap() / 2, "{graph}");
-    assert_eq!(graph["spilled_bytes"], 0);
+    // Nothing but the rounding of outputs to tiles.
+    assert!(graph["spilled_bytes"].as_u64().unwrap() < 16 << 10, "{graph}");
     assert!(graph["memory_values_bytes"].is_u64());
     let groups = report["compiled"]["memory_by_group"]["groups"].as_array().unwrap();
     assert_eq!(groups[0]["group"], "mlp");
@@ -202,7 +254,24 @@ fn a_report_shows_what_its_json_says() {
     let base = ["profile", "report", "--model", SHAPE, "--precision", "w8a16", "--json"];
     let data = stdout(&[&base[..], &["--out", argument(&page)]].concat());
     let document = parse(&data);
-    assert_snapshot!(plotted(&document), @"");
+    assert_snapshot!(plotted(&document), @"
+    kv-memory
+      hybrid, counted: 1024=36657152.000 (counted), 2048=51337216.000 (counted), 4096=80697344.000 (counted), 8192=139417600.000 (counted), 16384=256858112.000 (counted), 32768=491739136.000 (counted), 65536=961501184.000 (counted), 131072=1901025280.000 (counted), 262144=3780073472.000 (counted), 524288=7538169856.000 (counted), 1048576=15054362624.000 (counted)
+      all layers full, counted: 1024=58720256.000 (counted), 2048=117440512.000 (counted), 4096=234881024.000 (counted), 8192=469762048.000 (counted), 16384=939524096.000 (counted), 32768=1879048192.000 (counted), 65536=3758096384.000 (counted), 131072=7516192768.000 (counted), 262144=15032385536.000 (counted), 524288=30064771072.000 (counted), 1048576=60129542144.000 (counted)
+    step-time
+      hybrid, estimated, estimated: 1024=27.754 (estimated), 2048=29.032 (estimated, outside of the rows), 4096=31.587 (estimated, outside of the rows), 8192=36.699 (estimated, outside of the rows), 16384=46.921 (estimated, outside of the rows), 32768=67.366 (estimated, outside of the rows)
+      all layers full, estimated, estimated: 1024=29.663 (estimated), 2048=34.775 (estimated, outside of the rows), 4096=44.997 (estimated, outside of the rows), 8192=65.443 (estimated, outside of the rows), 16384=106.333 (estimated, outside of the rows), 32768=188.114 (estimated, outside of the rows)
+      hybrid, composed, composed of measured layers: 1024=27.364 (measured)
+      all layers full, composed, composed of measured layers: 1024=30.283 (measured)
+    estimated-groups
+      estimated, estimated: MLP matmuls=16.404 (estimated), projections=4.227 (estimated), head=3.845 (estimated), cache moves=2.503 (estimated), attention matmuls=0.674 (estimated), attention, the rest=0.060 (estimated), GELU=0.013 (estimated), residual=0.012 (estimated), norms=0.012 (estimated), graph input/output=0.003 (estimated)
+    measured-estimated
+      sliding_attention, measured, and estimated by the fit: sliding_attention ring 0.803=0.831 (published; error +3.5 %)
+      full_attention, measured, and estimated by the fit: full_attention roll 1024 0.942=0.922 (published; error -2.1 %)
+      head, measured, and estimated by the fit: head 3.907=3.845 (published; error -1.6 %)
+    what-if
+      estimated, estimated: base=27.754 (estimated; +0.0 %), layout roll=28.862 (estimated; +4.0 %), context 4096=31.587 (estimated, outside of the rows; +13.8 %), precision fp16=48.281 (estimated, outside of the rows; +74.0 %), precision w4a16=29.115 (estimated; +4.9 %), precision w16a16=55.050 (estimated, outside of the rows; +98.4 %), precision w8a8=24.898 (estimated, outside of the rows; -10.3 %), gelu tanh=27.754 (estimated; +0.0 %), gelu sigmoid=27.787 (estimated; +0.1 %), head in 8=27.756 (estimated, outside of the rows; +0.0 %), kv i8=26.172 (estimated; -5.7 %)
+    ");
     // With or without a page, the data are the same.
     assert_eq!(stdout(&base), data);
     let page = std::fs::read_to_string(&page).unwrap();
