@@ -335,8 +335,8 @@ pub struct EstimatedStep {
     pub step_ms: f64,
     /// The same with what the compiler plans.
     pub compiled_step_ms: Option<f64>,
-    /// `1000 / step_ms`.
-    pub tokens_per_second: f64,
+    /// `1000 / step_ms`; `None` for layers without a head, which make no token.
+    pub tokens_per_second: Option<f64>,
     /// The estimated time by group of operators: each group's share of what the fit's terms count.
     pub groups: Vec<GroupTime>,
 }
@@ -394,7 +394,10 @@ impl EstimatedStep {
             basis: Provenance::Estimated,
             step_ms,
             compiled_step_ms: sum(&|part| part.compiled_ms),
-            tokens_per_second: 1000.0 / step_ms,
+            tokens_per_second: parts
+                .iter()
+                .any(|part| part.kind == PartKind::Head)
+                .then(|| 1000.0 / step_ms),
             groups,
             parts,
         }
@@ -462,7 +465,10 @@ pub fn what_if(
         }
     };
     // The graph of a full layer is the same in both layouts.
-    let sliding = |layout: CacheLayoutChoice| layout.layout(LayerKind::Sliding);
+    let sliding = |layout: CacheLayoutChoice| {
+        let any = config.layer_types.contains(&LayerKind::Sliding);
+        any.then(|| layout.layout(LayerKind::Sliding))
+    };
     for (name, layout) in [("ring", CacheLayoutChoice::Ring), ("roll", CacheLayoutChoice::Roll)] {
         if sliding(layout) != sliding(base.layout) {
             add(format!("layout {name}"), &|choice| choice.layout = layout);

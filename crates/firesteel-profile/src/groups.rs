@@ -204,7 +204,8 @@ impl Grouped {
         Self::from_amounts(times.quantity, times.provenance, times.source.clone(), operators)
     }
 
-    /// The bytes that the compiler plans to read from memory and write to it, by group.
+    /// The bytes that the compiler plans to read from memory and write to it, by group. What it
+    /// fuses counts with one of the nodes: the matrix before an activation may count as [`Group::Gelu`].
     pub fn of_memory_traffic(schematic: &Schematic, source: String) -> Self {
         let nodes = schematic.nodes.iter().map(|node| {
             let bytes = node.traffic.dram_read.saturating_add(node.traffic.dram_write);

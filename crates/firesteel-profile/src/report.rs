@@ -1,7 +1,7 @@
 use crate::estimate::{Alternative, EstimatedStep};
 use crate::fit::Fit;
 use crate::groups::Grouped;
-use crate::{Basis, Composition, Memory, PartKind, Quantity};
+use crate::{Basis, Composition, Memory, PartKind, Provenance, Quantity};
 use serde::Serialize;
 use std::cmp::Ordering;
 
@@ -152,6 +152,13 @@ impl Document {
         .chain(input.groups.iter().enumerate().map(|(index, grouped)| groups(index, grouped)))
         .filter(|figure| figure.series.iter().any(|series| !series.points.is_empty()))
         .collect();
+        if input.groups.iter().any(|grouped| grouped.provenance == Provenance::Compiled) {
+            notes.push(
+                "What the compiler fuses counts with one of the nodes: the matrix before the GELU \
+                 may count as GELU."
+                    .to_owned(),
+            );
+        }
         for (id, what) in [
             ("step-time", "the time of a step"),
             ("estimated-groups", "the time by group of operators"),
@@ -353,10 +360,10 @@ fn estimated_groups(input: &ReportInput<'_>) -> Option<Figure> {
 
 fn groups(index: usize, grouped: &Grouped) -> Figure {
     let basis = match grouped.provenance {
-        crate::Provenance::Measured => "measured",
-        crate::Provenance::Imported => "imported",
-        crate::Provenance::Compiled => "planned by the compiler",
-        crate::Provenance::Estimated => ESTIMATED,
+        Provenance::Measured => "measured",
+        Provenance::Imported => "imported",
+        Provenance::Compiled => "planned by the compiler",
+        Provenance::Estimated => ESTIMATED,
     };
     let (unit, what) = match grouped.quantity {
         Quantity::Cycles => (Unit::Cycles, "cycles"),

@@ -248,11 +248,15 @@ impl Scale {
         }
         let low = low.min(0.0);
         let high = if high > low { high } else { low + 1.0 };
-        // 1, 2 or 5 times a power of ten.
+        // 1, 2 or 5 times a power of ten; of bytes a power of two.
         let rough = (high - low) / 5.0;
-        let power = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].into_iter().find(|step| step * power >= rough);
-        let step = step.unwrap_or(10.0) * power;
+        let step = if axis.unit == Unit::Bytes {
+            rough.log2().ceil().exp2()
+        } else {
+            let power = 10f64.powf(rough.log10().floor());
+            let step = [1.0, 2.0, 5.0, 10.0].into_iter().find(|step| step * power >= rough);
+            step.unwrap_or(10.0) * power
+        };
         let (first, last) = ((low / step).floor(), (high / step).ceil());
         let ticks = (0..=((last - first) as u32).min(20))
             .map(|tick| (first + f64::from(tick)) * step)
@@ -581,6 +585,10 @@ mod tests {
             let scale = Scale::new(&axis(logarithmic), values.iter().copied());
             assert!(scale.low < scale.high, "{values:?}");
             assert!((2..=21).contains(&scale.ticks.len()), "{values:?} {:?}", scale.ticks);
+            let whole = |tick: &f64| {
+                logarithmic || (tick / (scale.ticks[1] - scale.ticks[0])).fract() == 0.0
+            };
+            assert!(scale.ticks.iter().all(whole), "{values:?} {:?}", scale.ticks);
             for tick in &scale.ticks {
                 assert!(scale.place(*tick).is_some(), "{values:?} {tick}");
             }

@@ -115,7 +115,10 @@ fn parts_and_what_is_in_them() {
     // Each part of the head has a norm of its own.
     assert_eq!(sharded.total.weight_bytes - cost.total.weight_bytes, 7 * 2048 * 2);
     let none = StepChoice { head_shards: 0, ..choice("w8a16") };
-    assert_eq!(StepCost::of_choice(&spark(), &none).unwrap().parts.len(), 2);
+    let layers = StepCost::of_choice(&spark(), &none).unwrap();
+    assert_eq!(layers.parts.len(), 2);
+    let time = Estimate::new(layers, Some(&galaxy("w8a16"))).time.unwrap();
+    assert_eq!(time.tokens_per_second, None);
 }
 
 /// A graph counts the same as the choice that it was exported with.
@@ -192,6 +195,7 @@ fn a_step_is_estimated_near_what_was_published() {
     // 27.36 ms, composed of the measured layers and the head.
     assert!((time.step_ms / 27.36 - 1.0).abs() < 0.03, "{}", time.step_ms);
     let parts: f64 = time.parts.iter().map(|part| part.count as f64 * part.ms).sum();
+    assert_eq!(time.tokens_per_second, Some(1000.0 / time.step_ms));
     let groups: f64 = time.groups.iter().map(|group| group.ms).sum();
     assert!((parts / time.step_ms - 1.0).abs() < 1e-9, "{parts}");
     assert!((groups / time.step_ms - 1.0).abs() < 1e-6, "{groups}");

@@ -268,10 +268,10 @@ tcm_block_info = {
             (TEXT.replace(": 8192", ": -1"), "line 17: unknown fields"),
             (TEXT.replace("{\"opid\" : 0x0000501400000010 ,", "{"), "line 17: unknown fields"),
             (TEXT.replace("'x_rows/Reshape'", "x"), "no name"),
-            (TEXT.replace("bytes=512", "bytes=x"), "line 26: no size"),
-            (TEXT.replace("is_tcm=False", "is_tcm=No"), "line 26: no size"),
-            (TEXT.replace("0x80)", "0x80"), "line 33: no block"),
-            (TEXT.replace("0x80)", "0xffffffffffffffff)"), "line 33: no block"),
+            (TEXT.replace("bytes=512", "bytes=x"), "line 27: no size"),
+            (TEXT.replace("is_tcm=False", "is_tcm=No"), "line 27: no size"),
+            (TEXT.replace("0x80)", "0x80"), "line 34: no block"),
+            (TEXT.replace("0x80)", "0xffffffffffffffff)"), "line 34: no block"),
         ] {
             let error = Schematic::parse(&text).unwrap_err().to_string();
             assert!(error.contains(part), "{part}: {error}");

@@ -515,9 +515,11 @@ fn print_step(step: &StepEstimate, printer: &mut Printer) -> anyhow::Result<()> 
         let basis = composed.basis.map_or("", Basis::name);
         format!("; composed of the table's layers{what} {:.2} ({basis})", composed.ms)
     });
+    let rate =
+        time.tokens_per_second.map_or_else(String::new, |rate| format!(", {rate:.1} tokens/s"));
     printer.line(format!(
-        "context {context}: estimated {:.2} ms, {:.1} tokens/s{planned}{composed}",
-        time.step_ms, time.tokens_per_second
+        "context {context}: estimated {:.2} ms{rate}{planned}{composed}",
+        time.step_ms
     ))?;
     let groups: Vec<String> = time
         .groups
