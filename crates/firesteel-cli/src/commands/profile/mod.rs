@@ -2,7 +2,9 @@
 
 mod compose;
 mod import;
+mod measure;
 mod memory;
+mod phone_kit;
 mod row;
 
 use crate::printer::Printer;
@@ -24,6 +26,10 @@ enum What {
     Memory(memory::MemoryCommand),
     /// Read what another tool reports of a run on a device.
     Import(import::Import),
+    /// Time the step of an artifact or a checkpoint on this machine.
+    Measure(measure::Measure),
+    /// Write what is needed to run an artifact on a device, without this program.
+    PhoneKit(phone_kit::PhoneKit),
 }
 
 impl Profile {
@@ -32,6 +38,8 @@ impl Profile {
             What::Compose(command) => command.run(printer),
             What::Memory(command) => command.run(printer),
             What::Import(command) => command.run(printer),
+            What::Measure(command) => command.run(printer),
+            What::PhoneKit(command) => command.run(printer),
         }
     }
 }
