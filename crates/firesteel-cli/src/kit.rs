@@ -132,7 +132,8 @@ impl Kit {
         Ok(kit)
     }
 
-    fn validate(&self) -> anyhow::Result<()> {
+    /// Refuses what cannot be a kit, whoever described it.
+    pub(crate) fn validate(&self) -> anyhow::Result<()> {
         if self.format != FORMAT || self.format_version != VERSION {
             bail!("is no {FORMAT} of version {VERSION}");
         }
@@ -150,8 +151,14 @@ impl Kit {
             let names = part.inputs.iter().chain(&part.outputs).map(|tensor| &tensor.name);
             let files = [&part.name, &part.model].into_iter().chain(&part.binary);
             for name in files.chain(names) {
-                if Path::new(name).file_name().is_none_or(|plain| plain != name.as_str()) {
-                    bail!("{name:?} is not a bare name");
+                // They are file names, items of an input list and words of a shell.
+                let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+                if !name.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
+                    || !name.chars().all(plain)
+                {
+                    bail!(
+                        "{name:?} is no plain name; letters, digits, '_', '-' and '.' are accepted"
+                    );
                 }
             }
             for tensor in part.inputs.iter().chain(&part.outputs) {

@@ -15,7 +15,10 @@ mod table;
 mod times;
 mod weights;
 
-pub use compose::{Basis, BreakEven, ComposedStep, Composition, PartTime, Selection, compose};
+pub use compose::{
+    Basis, BreakEven, ComposedPrompt, ComposedStep, Composition, PartTime, Prompt, Selection,
+    compose, compose_prompt,
+};
 pub use error::ProfileError;
 pub use import::{REPORT_LIMIT, Report, ReportFormat, import_report};
 pub use memory::{

@@ -103,6 +103,47 @@ fn what_is_in_a_kit() {
     }
 }
 
+/// The script with an adb that writes down what it is told, and for `pull` makes a folder.
+#[test]
+fn the_script_talks_to_adb() {
+    let folder = tempfile::tempdir().unwrap();
+    let (kit, _) = kit_in(folder.path());
+    let tools = folder.path().join("tools");
+    std::fs::create_dir(&tools).unwrap();
+    let adb = tools.join("adb");
+    let log = folder.path().join("log");
+    std::fs::write(
+        &adb,
+        "#!/bin/sh\necho \"$*\" >> \"$LOG\"\n[ \"$1\" != pull ] || mkdir -p \"$3\"\n",
+    )
+    .unwrap();
+    std::fs::set_permissions(&adb, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", argument(&tools), std::env::var("PATH").unwrap());
+    for (verb, expected) in [
+        ("times", "--plugin_eps QNN"),
+        (
+            "times-cpu",
+            "./onnxruntime_perf_test -e cpu -I -m times -r 7 -p 'model-trace' 'models/model.onnx'",
+        ),
+    ] {
+        let _ = std::fs::remove_file(&log);
+        let mut script = Command::new("bash");
+        script.arg(kit.join("run.sh")).arg(verb).env("PATH", &path).env("LOG", &log);
+        let output = script.env("ORT_DIR", &tools).env("RUNS", "7").output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let told = std::fs::read_to_string(&log).unwrap();
+        for part in [
+            "push models /data/local/tmp/firesteel-kit/",
+            "push model/inputs model/input_list.txt /data/local/tmp/firesteel-kit/model/",
+            "pull /data/local/tmp/firesteel-kit/traces times/model",
+            expected,
+        ] {
+            assert!(told.contains(part), "{verb}: {part}: {told}");
+        }
+        assert_eq!(names(&kit.join("times")), ["model"], "{verb}");
+    }
+}
+
 #[test]
 fn kits_are_refused_for_what_cannot_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -233,8 +274,9 @@ fn files_that_are_not_a_kits_are_refused() {
     let text = std::fs::read_to_string(kit.join("kit.json")).unwrap();
     for (from, to, reason) in [
         ("\"steps\": 3", "\"steps\": 0", "0 steps of 1 tokens"),
-        ("\"name\": \"logits\"", "\"name\": \"../logits\"", "is not a bare name"),
-        ("\"name\": \"model\"", "\"name\": \"/\"", "is not a bare name"),
+        ("\"name\": \"logits\"", "\"name\": \"../logits\"", "is no plain name"),
+        ("\"name\": \"model\"", "\"name\": \"/\"", "is no plain name"),
+        ("\"name\": \"model\"", "\"name\": \"a'b\"", "is no plain name"),
         ("\"format_version\": 1", "\"format_version\": 2", "of version 1"),
         ("\"min_snr\"", "\"max_snr\"", "unknown field"),
         ("\"vocab_size\": 2048", "\"vocab_size\": 2047", "do not make rows of 2047"),
@@ -347,7 +389,9 @@ fn a_compiled_kit_runs_on_the_emulator() {
     let parts: Vec<&str> = parts.map(|part| part["name"].as_str().unwrap()).collect();
     assert_eq!(parts, ["decode-layers-0-2", "decode-layers-2-4", "decode-head-0"]);
     let script = std::fs::read_to_string(kit.join("run.sh")).unwrap();
-    assert!(script.contains("arch='79'"), "{script}");
+    for line in ["arch='79'", "binaries=('decode-layers-0-2_qnn.bin' "] {
+        assert!(script.contains(line), "{script}");
+    }
     let worker = WorkerCommand {
         program: env!("CARGO_BIN_EXE_firesteel").into(),
         arguments: vec!["worker".into()],

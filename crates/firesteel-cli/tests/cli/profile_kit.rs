@@ -133,6 +133,73 @@ fn imports_become_a_table() {
     assert_eq!(read(&table), written, "a refused row leaves the table as it was");
 }
 
+/// Layers that were measured with a chunk's tokens make a prompt; without them there is none.
+#[test]
+fn chunks_become_a_prompt() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = folder.path().join("phone.json");
+    let import = |more: &[&str]| {
+        let base = ["profile", "import", QNN, "--warmup", "1", "--out", argument(&table)];
+        let model = ["--model", "spark-x2.5-1.7b", "--device", "a phone", "--soc", "its chip"];
+        let build = ["--runtime", "qnn-npu", "--precision", "w8a16"];
+        stdout(&[&base[..], &model, &build, more].concat());
+    };
+    let sliding = ["--layer-kind", "sliding", "--layout", "ring"];
+    let full = ["--layer-kind", "full", "--layout", "roll", "--context", "1024"];
+    let head = ["--layer-kind", "head"];
+    for part in [&sliding[..], &full, &head] {
+        import(part);
+    }
+    let compose = ["profile", "compose", "--model", "spark-x2.5-1.7b", "--precision", "w8a16"];
+    let own = ["--table", argument(&table), "--prompt", "300", "--chunk", "128"];
+    let context = ["--context", "256,1024"];
+    let text = stdout(&[&compose[..], &own, &context].concat());
+    let (_, text) = text.split_once("a prompt of").unwrap();
+    assert_snapshot!(text, @"
+     300 in 3 chunks of 128, the last with 44 of them; ms, first token with the head
+    context  sliding  full  chunk  prompt  tokens/s  first token  rest in steps  basis
+    256            -     -      -       -         -            -              -      -
+    1024           -     -      -       -         -            -              -      -
+    not known: a prompt of 300 does not fit in a context of 256
+    not known: full_attention was not measured with 128 tokens
+    not known: sliding_attention was not measured with 128 tokens
+    times imported: QNN (execute) time of qnn.csv, profiling events of QNN, after a warm-up of 1
+    ");
+    for part in [&sliding[..], &full] {
+        import(&[part, &["--tokens", "128"]].concat());
+    }
+    let text = stdout(&[&compose[..], &own, &context].concat());
+    let (_, text) = text.split_once("a prompt of").unwrap();
+    assert_snapshot!(text, @"
+     300 in 3 chunks of 128, the last with 44 of them; ms, first token with the head
+    context     sliding       full  chunk  prompt  tokens/s  first token  rest in steps     basis
+    256      21 × 1.010          -      -       -         -            -              -         -
+    1024     21 × 1.010  7 × 1.010  28.28   84.84    3536.1        85.85        1301.89  measured
+    not known: a prompt of 300 does not fit in a context of 256
+    times imported: QNN (execute) time of qnn.csv, profiling events of QNN, after a warm-up of 1
+    ");
+    // The published table has single tokens only.
+    let published = ["--prompt", "300", "--chunk", "128", "--context", "1024", "--json"];
+    let report = parse(&stdout(&[&compose[..], &published].concat()));
+    let prompt = &report["prompts"][0];
+    assert_eq!(json!([prompt["prompt_ms"], prompt["time_to_first_token_ms"]]), json!([null, null]));
+    assert_eq!(
+        prompt["missing"],
+        json!([
+            "sliding_attention was not measured with 128 tokens",
+            "full_attention was not measured with 128 tokens"
+        ])
+    );
+    for (more, reason) in [
+        (&["--prompt", "300"][..], "--chunk"),
+        (&["--prompt", "0", "--chunk", "128"], "prompt is 0; accepted: 1 to 16777216"),
+        (&["--prompt", "1", "--chunk", "0"], "chunk is 0; accepted: 1 to 16777216"),
+    ] {
+        let talk = refusal(&[&compose[..], more].concat());
+        assert!(talk.contains(reason), "{talk}");
+    }
+}
+
 #[test]
 fn import_refusals() {
     let folder = tempfile::tempdir().unwrap();

@@ -132,6 +132,7 @@ impl PhoneKit {
         kit.vocab_size = contract.vocab_size;
         kit.all_logits = contract.logits == Logits::All;
         kit.min_snr = default_bar([&source, reference], [RunnerKind::Ort, kind]);
+        kit.validate()?;
         let tensor_bytes = tensor_bytes(&kit)?;
 
         let staged = StagedFolder::create(&self.out, Replace::Never)?;
