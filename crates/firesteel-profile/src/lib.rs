@@ -20,7 +20,7 @@ pub use compose::{
     compose, compose_prompt,
 };
 pub use error::ProfileError;
-pub use import::{REPORT_LIMIT, Report, ReportFormat, import_report};
+pub use import::{ImportedReport, REPORT_LIMIT, ReportFormat, import_report};
 pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };

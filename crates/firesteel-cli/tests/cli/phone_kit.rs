@@ -286,6 +286,11 @@ fn files_that_are_not_a_kits_are_refused() {
         let talk = refusal(&check);
         assert!(talk.contains(reason), "{to}: {talk}");
     }
+    let many = text.replace("\"all_logits\": false", "\"all_logits\": true");
+    let many = many.replace("\"tokens\": 1,", "\"tokens\": 9000000000000,");
+    std::fs::write(kit.join("kit.json"), many).unwrap();
+    let talk = refusal(&check);
+    assert!(talk.contains("are not those of 9000000000000 tokens"), "{talk}");
     std::fs::write(kit.join("kit.json"), &text[..text.len() / 2]).unwrap();
     refusal(&check);
 }

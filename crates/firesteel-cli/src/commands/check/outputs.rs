@@ -213,6 +213,10 @@ impl Joined {
         tokens: usize,
         vocabulary: usize,
     ) -> anyhow::Result<Vec<(Vec<f32>, Vec<f32>)>> {
+        // Nothing is made for more tokens than there are values.
+        if self.parts.iter().any(|(left, _)| left.len() < tokens) {
+            bail!("the logits of the kit's graphs are not those of {tokens} tokens");
+        }
         let mut rows = vec![(Vec::new(), Vec::new()); tokens];
         for (left, right) in &self.parts {
             let width = (left.len() / tokens.max(1)).max(1);

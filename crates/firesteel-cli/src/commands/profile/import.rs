@@ -4,8 +4,8 @@ use crate::source::ModelSource;
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use firesteel_profile::{
-    Measurement, OperatorTimes, Origin, PartKind, Quantity, REPORT_LIMIT, Report, ReportFormat,
-    import_report,
+    ImportedReport, Measurement, OperatorTimes, Origin, PartKind, Quantity, REPORT_LIMIT,
+    ReportFormat, import_report,
 };
 use firesteel_step::CacheLayout;
 use serde::Serialize;
@@ -22,7 +22,7 @@ use std::process::ExitCode;
 /// they are those of a host.
 #[derive(Debug, Args)]
 pub(crate) struct Import {
-    /// Report
+    /// ImportedReport
     file: PathBuf,
     /// Who wrote it [default: seen from its beginning]
     #[arg(long, value_enum, default_value_t = Format::Auto)]
@@ -115,7 +115,7 @@ enum RowLayout {
 struct Outcome<'a> {
     file: &'a Path,
     #[serde(flatten)]
-    report: &'a Report,
+    report: &'a ImportedReport,
     row: Option<Measurement>,
 }
 
@@ -146,7 +146,7 @@ impl Import {
     fn write_row(
         &self,
         out: &Path,
-        report: &Report,
+        report: &ImportedReport,
         printer: &mut Printer,
     ) -> anyhow::Result<Measurement> {
         let Some(runs) = &report.runs else {
@@ -209,7 +209,7 @@ impl Import {
         self.row.write(out, new, printer)
     }
 
-    fn print(&self, report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
+    fn print(&self, report: &ImportedReport, printer: &mut Printer) -> anyhow::Result<()> {
         printer.line(format!("{}: {}", self.file.display(), report.format))?;
         match (&report.runs, &report.timed) {
             (Some(runs), Some(timed)) => printer.line(format!("{timed}: {}", times_line(runs)))?,
