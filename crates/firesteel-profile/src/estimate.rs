@@ -1,6 +1,6 @@
 use crate::fit::{Fit, FitSelection, fit};
 use crate::groups::{Group, Grouped};
-use crate::table::require_context;
+use crate::table::require_length;
 use crate::traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};
 use crate::{KvElement, PartKind, ProfileError, Provenance, Quantity, Table};
 use firesteel_check::audit::Schematic;
@@ -122,7 +122,7 @@ impl StepCost {
     /// # Errors
     /// When the choice and the model do not fit each other, or a count does not fit in 64 bits.
     pub fn of_choice(config: &ModelConfig, choice: &StepChoice) -> Result<Self, ProfileError> {
-        require_context(choice.context)?;
+        require_length("context", choice.context)?;
         let bits = ElementBits::named(&choice.precision, choice.kv)?;
         let weights = RandomWeights::default();
         let checkpoint = Checkpoint::random(config.clone(), weights);

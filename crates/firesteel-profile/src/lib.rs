@@ -22,7 +22,10 @@ mod traffic;
 mod vtcm;
 mod weights;
 
-pub use compose::{Basis, BreakEven, ComposedStep, Composition, PartTime, Selection, compose};
+pub use compose::{
+    Basis, BreakEven, ComposedPrompt, ComposedStep, Composition, PartTime, Prompt, Selection,
+    compose, compose_prompt,
+};
 pub use error::ProfileError;
 pub use estimate::{
     Alternative, CacheMoves, Estimate, EstimatedPart, EstimatedStep, GroupTime, LargestOperator,
@@ -30,7 +33,7 @@ pub use estimate::{
 };
 pub use fit::{Fit, FitSelection, FittedRow, Term, TermFit, fit};
 pub use groups::{Group, GroupShare, Grouped};
-pub use import::{REPORT_LIMIT, Report, ReportFormat, import_report};
+pub use import::{ImportedReport, REPORT_LIMIT, ReportFormat, import_report};
 pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };

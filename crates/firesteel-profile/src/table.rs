@@ -552,12 +552,12 @@ fn show(text: &str) -> String {
     }
 }
 
-/// Refuses a context that no step has.
-pub(crate) fn require_context(context: usize) -> Result<(), ProfileError> {
-    if context == 0 || context > MAX_LENGTH {
+/// Refuses a context or a number of tokens that no step has.
+pub(crate) fn require_length(what: &'static str, length: usize) -> Result<(), ProfileError> {
+    if length == 0 || length > MAX_LENGTH {
         return Err(ProfileError::Choice {
-            what: "context",
-            value: context.to_string(),
+            what,
+            value: length.to_string(),
             accepted: format!("1 to {MAX_LENGTH}"),
         });
     }

@@ -4,7 +4,7 @@
 
 use firesteel_checkpoint::preset;
 use firesteel_profile::{
-    LayerShape, Measurement, OperatorTimes, Origin, PartKind, Provenance, Quantity, Report,
+    ImportedReport, LayerShape, Measurement, OperatorTimes, Origin, PartKind, Provenance, Quantity,
     ReportFormat, RunTimes, Statistic, Table, import_report,
 };
 use firesteel_step::CacheLayout;
@@ -17,7 +17,7 @@ const ORT: &str = include_str!("../../../tests/golden/profiles/ort.json");
 const QNN: &str = include_str!("../../../tests/golden/profiles/qnn.csv");
 const EMULATOR: &str = include_str!("../../../tests/golden/profiles/emulator.csv");
 
-fn import(bytes: &[u8], warmup: usize) -> Result<Report, String> {
+fn import(bytes: &[u8], warmup: usize) -> Result<ImportedReport, String> {
     import_report(Path::new("r/report"), bytes, None, warmup).map_err(|error| error.to_string())
 }
 

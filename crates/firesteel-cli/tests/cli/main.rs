@@ -10,6 +10,7 @@ mod gguf;
 mod golden;
 mod house;
 mod parity;
+mod phone_kit;
 mod profile;
 mod profile_kit;
 mod profile_report;

@@ -2,7 +2,9 @@
 //! `execution_detail`, times in microseconds. Fields as `download_profile` of the PyPI package
 //! qai-hub 0.56.0 makes them.
 
-use super::{BoundedList, MAX_OPERATORS, Report, ReportFormat, amount, name, run_times, source};
+use super::{
+    BoundedList, ImportedReport, MAX_OPERATORS, ReportFormat, amount, name, run_times, source,
+};
 use crate::{OperatorTime, OperatorTimes, Provenance, Quantity, RunTimes};
 use serde::Deserialize;
 use std::path::Path;
@@ -30,7 +32,7 @@ struct Layer {
     execution_cycles: Option<f64>,
 }
 
-pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<Report, String> {
+pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<ImportedReport, String> {
     let profile: Profile = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let BoundedList(layers) = profile.execution_detail;
     if layers.len() > MAX_OPERATORS {
@@ -91,5 +93,5 @@ pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<Report, S
         let provenance = Provenance::Imported;
         lists.push(OperatorTimes { quantity, provenance, source: source(file), operators });
     }
-    Ok(Report { format: ReportFormat::AiHub, runs, timed, operators: lists, notes })
+    Ok(ImportedReport { format: ReportFormat::AiHub, runs, timed, operators: lists, notes })
 }

@@ -71,7 +71,7 @@ impl fmt::Display for ReportFormat {
 
 /// What a report says.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Report {
+pub struct ImportedReport {
     /// Who wrote it.
     pub format: ReportFormat,
     /// Whole runs of the graph; `None` when the report has none.
@@ -98,7 +98,7 @@ pub fn import_report(
     bytes: &[u8],
     format: Option<ReportFormat>,
     warmup: usize,
-) -> Result<Report, ProfileError> {
+) -> Result<ImportedReport, ProfileError> {
     let refuse = |reason: String| ProfileError::Report { file: file.into(), reason };
     if bytes.len() as u64 > REPORT_LIMIT {
         return Err(refuse(format!(

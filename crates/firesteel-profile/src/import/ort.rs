@@ -2,7 +2,9 @@
 //! the category Node, has a name that ends in `_kernel_time`, and stands before the `model_run` of
 //! the session that it belongs to.
 
-use super::{BoundedList, Report, ReportFormat, Runs, amount, name, run_times, source, too_few};
+use super::{
+    BoundedList, ImportedReport, ReportFormat, Runs, amount, name, run_times, source, too_few,
+};
 use crate::{OperatorTime, Quantity};
 use serde::Deserialize;
 use std::borrow::Cow;
@@ -30,7 +32,7 @@ struct Args<'a> {
 /// End of the names of operators' events.
 const KERNEL: &str = "_kernel_time";
 
-pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<Report, String> {
+pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<ImportedReport, String> {
     let BoundedList(events): BoundedList<Event<'_>> =
         serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let mut runs = Runs::default();
@@ -75,7 +77,7 @@ pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<Report, S
         return Err(too_few(micros.len(), warmup));
     }
     let operators = runs.finish(Quantity::Microseconds, source(file));
-    Ok(Report {
+    Ok(ImportedReport {
         format: ReportFormat::Ort,
         runs: run_times(&micros, warmup)?,
         timed: Some("model_run".into()),

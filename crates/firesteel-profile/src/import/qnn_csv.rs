@@ -7,7 +7,9 @@
 //! operators, and one for each of several times, of which 'QNN (execute) time' is that of the
 //! caller.
 
-use super::{MAX_EVENTS, Report, ReportFormat, Runs, amount, name, run_times, source, too_few};
+use super::{
+    ImportedReport, MAX_EVENTS, ReportFormat, Runs, amount, name, run_times, source, too_few,
+};
 use crate::{OperatorTime, Quantity};
 use std::path::Path;
 
@@ -39,7 +41,7 @@ struct Row<'a> {
     identifier: &'a str,
 }
 
-pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<Report, String> {
+pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<ImportedReport, String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let mut lines = text.lines();
     let header: Vec<&str> = lines.next().unwrap_or_default().split(',').map(plain).collect();
@@ -109,7 +111,7 @@ pub(super) fn read(file: &Path, bytes: &[u8], warmup: usize) -> Result<Report, S
     if executions <= warmup {
         return Err(too_few(executions, warmup));
     }
-    Ok(Report {
+    Ok(ImportedReport {
         format: ReportFormat::QnnCsv,
         runs: run_times(times, warmup)?,
         timed: Some((*timed).to_owned()),

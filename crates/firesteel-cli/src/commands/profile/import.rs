@@ -1,9 +1,13 @@
-use super::row::{Known, NewRow, RowArgs, times_line};
+use super::row::{NewRow, RowArgs, missing, times_line};
 use crate::printer::{Printer, table};
+use crate::source::ModelSource;
+use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use firesteel_profile::{
-    Measurement, OperatorTimes, Origin, Quantity, REPORT_LIMIT, Report, ReportFormat, import_report,
+    ImportedReport, Measurement, OperatorTimes, Origin, PartKind, Quantity, REPORT_LIMIT,
+    ReportFormat, import_report,
 };
+use firesteel_step::CacheLayout;
 use serde::Serialize;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -18,7 +22,7 @@ use std::process::ExitCode;
 /// they are those of a host.
 #[derive(Debug, Args)]
 pub(crate) struct Import {
-    /// Report
+    /// ImportedReport
     file: PathBuf,
     /// Who wrote it [default: seen from its beginning]
     #[arg(long, value_enum, default_value_t = Format::Auto)]
@@ -31,15 +35,8 @@ pub(crate) struct Import {
     top: usize,
     #[command(flatten)]
     row: RowArgs,
-    /// Device that was measured
-    #[arg(long, value_name = "NAME", requires = "out")]
-    device: Option<String>,
-    /// Its system on a chip
-    #[arg(long, value_name = "NAME", requires = "out")]
-    soc: Option<String>,
-    /// Runtime and unit, as qnn-npu
-    #[arg(long, value_name = "NAME", requires = "out")]
-    runtime: Option<String>,
+    #[command(flatten)]
+    part: PartArgs,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -57,12 +54,68 @@ enum Format {
     QnnCsv,
 }
 
+/// What was measured, which no report says.
+#[derive(Debug, Args)]
+struct PartArgs {
+    /// Device that was measured
+    #[arg(long, value_name = "NAME", requires = "out")]
+    device: Option<String>,
+    /// Its system on a chip
+    #[arg(long, value_name = "NAME", requires = "out")]
+    soc: Option<String>,
+    /// Runtime and unit, as qnn-npu
+    #[arg(long, value_name = "NAME", requires = "out")]
+    runtime: Option<String>,
+    /// The model: shape (spark-x2.5-1.7b, spark-x2.5-4b), config.json, checkpoint folder or GGUF
+    /// file
+    #[arg(long, value_name = "NAME|PATH", requires = "out")]
+    model: Option<String>,
+    /// Spelling of the graph, as qnn or portable
+    #[arg(long, value_name = "NAME", requires = "out")]
+    dialect: Option<String>,
+    /// The part of a step
+    #[arg(long, value_enum, requires = "out")]
+    layer_kind: Option<Kind>,
+    /// Cache layout of the layer
+    #[arg(long, value_enum, requires = "out")]
+    layout: Option<RowLayout>,
+    /// Entries of a full layer's cache
+    #[arg(long, value_name = "N", requires = "out")]
+    context: Option<usize>,
+    /// Tokens of the step
+    #[arg(long, value_name = "T", requires = "out", default_value_t = 1)]
+    tokens: usize,
+    /// Only the time is right: the build computes something else than the layer
+    #[arg(long, requires = "out")]
+    timing_only: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// A sliding layer with a full window
+    Sliding,
+    /// A full layer
+    Full,
+    /// Final norm and head
+    Head,
+    /// Several layers in one graph, which --variant names
+    Block,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum RowLayout {
+    /// The host writes new entries into the slots of the oldest
+    Ring,
+    /// The graph appends and drops, or the cache grows by position
+    Roll,
+}
+
 /// What the file says, and the row that it became.
 #[derive(Debug, Serialize)]
 struct Outcome<'a> {
     file: &'a Path,
     #[serde(flatten)]
-    report: &'a Report,
+    report: &'a ImportedReport,
     row: Option<Measurement>,
 }
 
@@ -78,48 +131,8 @@ impl Import {
         fs_err::File::open(&self.file)?.take(REPORT_LIMIT + 1).read_to_end(&mut bytes)?;
         let report = import_report(&self.file, &bytes, format, self.warmup)?;
         let row = match &self.row.out {
+            Some(out) => Some(self.write_row(out, &report, printer)?),
             None => None,
-            Some(out) => {
-                let Some(runs) = &report.runs else {
-                    anyhow::bail!(
-                        "{} has no time of the whole graph, which a row of a table is",
-                        self.file.display()
-                    );
-                };
-                let name = self.file.file_name().unwrap_or(self.file.as_os_str());
-                let text = format!(
-                    "{} of {}, {}{}",
-                    report.timed.as_deref().unwrap_or("the time"),
-                    name.to_string_lossy(),
-                    match report.format {
-                        ReportFormat::AiHub => "a profile of Qualcomm AI Hub",
-                        ReportFormat::Ort => "a trace of ONNX Runtime",
-                        ReportFormat::QnnCsv => "profiling events of QNN",
-                    },
-                    match self.warmup {
-                        0 => String::new(),
-                        warmup => format!(", after a warm-up of {warmup}"),
-                    }
-                );
-                let given = |value: &Option<String>, option: &str| match value {
-                    Some(value) => Ok(value.clone()),
-                    None => anyhow::bail!(
-                        "{} does not say {option}; give it for a row of {}",
-                        self.file.display(),
-                        out.display()
-                    ),
-                };
-                let new = NewRow {
-                    device: given(&self.device, "--device")?,
-                    soc: given(&self.soc, "--soc")?,
-                    runtime: given(&self.runtime, "--runtime")?,
-                    origin: Origin::Imported,
-                    text,
-                    runs,
-                    known: Known::default(),
-                };
-                Some(self.row.write(new, printer)?)
-            }
         };
         let outcome = Outcome { file: &self.file, report: &report, row };
         if self.json {
@@ -130,7 +143,73 @@ impl Import {
         Ok(ExitCode::SUCCESS)
     }
 
-    fn print(&self, report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
+    fn write_row(
+        &self,
+        out: &Path,
+        report: &ImportedReport,
+        printer: &mut Printer,
+    ) -> anyhow::Result<Measurement> {
+        let Some(runs) = &report.runs else {
+            anyhow::bail!(
+                "{} has no time of the whole graph, which a row of a table is",
+                self.file.display()
+            );
+        };
+        let name = self.file.file_name().unwrap_or(self.file.as_os_str());
+        let text = format!(
+            "{} of {}, {}{}",
+            report.timed.as_deref().unwrap_or("the time"),
+            name.to_string_lossy(),
+            match report.format {
+                ReportFormat::AiHub => "a profile of Qualcomm AI Hub",
+                ReportFormat::Ort => "a trace of ONNX Runtime",
+                ReportFormat::QnnCsv => "profiling events of QNN",
+            },
+            match self.warmup {
+                0 => String::new(),
+                warmup => format!(", after a warm-up of {warmup}"),
+            }
+        );
+        let part = &self.part;
+        let given =
+            |value: &Option<String>, option| value.clone().with_context(|| missing(out, option));
+        let (device, soc) = (given(&part.device, "--device")?, given(&part.soc, "--soc")?);
+        let runtime = given(&part.runtime, "--runtime")?;
+        let model = ModelSource::named(&given(&part.model, "--model")?)?;
+        for warning in &model.warnings {
+            printer.warn(warning);
+        }
+        let kind = match part.layer_kind.with_context(|| missing(out, "--layer-kind"))? {
+            Kind::Sliding => PartKind::Sliding,
+            Kind::Full => PartKind::Full,
+            Kind::Head => PartKind::Head,
+            Kind::Block => PartKind::Block,
+        };
+        let layout = part.layout.map(|layout| match layout {
+            RowLayout::Ring => CacheLayout::Ring,
+            RowLayout::Roll => CacheLayout::Roll,
+        });
+        let new = NewRow {
+            config: &model.config,
+            device,
+            soc,
+            runtime,
+            precision: None,
+            dialect: part.dialect.clone(),
+            kind,
+            layout,
+            context: part.context,
+            tokens: part.tokens,
+            variant: None,
+            timing_only: part.timing_only,
+            runs,
+            origin: Origin::Imported,
+            text,
+        };
+        self.row.write(out, new, printer)
+    }
+
+    fn print(&self, report: &ImportedReport, printer: &mut Printer) -> anyhow::Result<()> {
         printer.line(format!("{}: {}", self.file.display(), report.format))?;
         match (&report.runs, &report.timed) {
             (Some(runs), Some(timed)) => printer.line(format!("{timed}: {}", times_line(runs)))?,

@@ -3,7 +3,9 @@
 mod compose;
 mod estimate;
 mod import;
+mod measure;
 mod memory;
+mod phone_kit;
 mod report;
 mod row;
 
@@ -33,6 +35,10 @@ enum What {
     Report(report::ReportCommand),
     /// Read what another tool reports of a run on a device.
     Import(import::Import),
+    /// Time the step of an artifact or a checkpoint on this machine.
+    Measure(measure::Measure),
+    /// Write what is needed to run an artifact on a device, without this program.
+    PhoneKit(phone_kit::PhoneKit),
 }
 
 impl Profile {
@@ -43,6 +49,8 @@ impl Profile {
             What::Memory(command) => command.run(printer),
             What::Report(command) => command.run(printer),
             What::Import(command) => command.run(printer),
+            What::Measure(command) => command.run(printer),
+            What::PhoneKit(command) => command.run(printer),
         }
     }
 }
