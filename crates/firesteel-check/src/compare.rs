@@ -381,7 +381,7 @@ impl<'a> Tally<'a> {
             min_snr: bar,
             output,
             entries,
-            logits: logits_report(&self.differences, self.options.tie_margin),
+            logits: LogitsReport::of(&self.differences, self.options.tie_margin),
             greedy,
             layers,
             steps: self.steps,
@@ -391,26 +391,31 @@ impl<'a> Tally<'a> {
     }
 }
 
-fn logits_report(differences: &[LogitsDifference], margin: f64) -> Option<LogitsReport> {
-    if differences.is_empty() {
-        return None;
+impl LogitsReport {
+    /// The agreement of some tokens, of which those whose two best are closer than `margin` are
+    /// ties; `None` of none.
+    pub fn of(differences: &[LogitsDifference], margin: f64) -> Option<Self> {
+        if differences.is_empty() {
+            return None;
+        }
+        let count = differences.len();
+        let decided = differences.iter().filter(|d| d.reference_gap >= margin);
+        let same = decided.clone().filter(|d| d.reference_top == d.test_top).count();
+        let decided = decided.count();
+        let mean =
+            |f: fn(&LogitsDifference) -> f64| differences.iter().map(f).sum::<f64>() / count as f64;
+        let largest =
+            |f: fn(&LogitsDifference) -> f64| differences.iter().map(f).fold(0.0, f64::max);
+        Some(Self {
+            tokens: count,
+            top1: (decided > 0).then(|| same as f64 / decided as f64),
+            ties: count - decided,
+            top5: mean(|d| d.top5),
+            kl_mean: mean(|d| d.kl),
+            kl_max: largest(|d| d.kl),
+            top20_logprob_max: largest(|d| d.top20_logprob),
+        })
     }
-    let count = differences.len();
-    let decided = differences.iter().filter(|d| d.reference_gap >= margin);
-    let same = decided.clone().filter(|d| d.reference_top == d.test_top).count();
-    let decided = decided.count();
-    let mean =
-        |f: fn(&LogitsDifference) -> f64| differences.iter().map(f).sum::<f64>() / count as f64;
-    let largest = |f: fn(&LogitsDifference) -> f64| differences.iter().map(f).fold(0.0, f64::max);
-    Some(LogitsReport {
-        tokens: count,
-        top1: (decided > 0).then(|| same as f64 / decided as f64),
-        ties: count - decided,
-        top5: mean(|d| d.top5),
-        kl_mean: mean(|d| d.kl),
-        kl_max: largest(|d| d.kl),
-        top20_logprob_max: largest(|d| d.top20_logprob),
-    })
 }
 
 /// Continues a prompt greedily on the reference and follows with the test.

@@ -1,6 +1,7 @@
 //! The `firesteel` command: one verb a stage, in the order of the data.
 
 mod commands;
+mod kit;
 mod printer;
 mod progress;
 mod source;

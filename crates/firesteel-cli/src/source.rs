@@ -12,7 +12,7 @@ use firesteel_engine::{
 };
 use firesteel_generate::{ChatTemplate, Conversation, GenerationConfig, Tokenizer};
 use firesteel_ort::qnn::{HtpOptions, Limits, free_memory};
-use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
+use firesteel_ort::{Optimization, OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
 use firesteel_tensor::TensorView;
 use std::io::Read;
@@ -198,7 +198,9 @@ impl Source {
             (Self::Artifact(artifact), RunnerKind::Evaluator) => {
                 Ok(artifact.evaluator(layer_outputs)?)
             }
-            (Self::Artifact(artifact), RunnerKind::Ort) => ort_runner(artifact, layer_outputs, ort),
+            (Self::Artifact(artifact), RunnerKind::Ort) => {
+                ort_runner(artifact, layer_outputs, Optimization::default(), ort)
+            }
         }
     }
 
@@ -383,13 +385,14 @@ fn name(kind: RunnerKind) -> &'static str {
     }
 }
 
-/// The artifact on ONNX Runtime, with the settings for checking.
-fn ort_runner(
+/// The artifact on ONNX Runtime. What is checked runs without optimizations, the default.
+pub(crate) fn ort_runner(
     artifact: &Artifact,
     layer_outputs: bool,
+    optimization: Optimization,
     ort: &OrtArgs,
 ) -> anyhow::Result<Box<dyn Runner>> {
-    let options = OrtOptions { library: ort.ort.clone(), ..OrtOptions::default() };
+    let options = OrtOptions { library: ort.ort.clone(), optimization, ..OrtOptions::default() };
     let manifest = artifact.manifest();
     let Some((first, parts)) = manifest.graphs.split_first() else {
         bail!("the manifest names no graph");

@@ -1,4 +1,4 @@
-use crate::table::require_context;
+use crate::table::require_length;
 use crate::{Measurement, PartKind, ProfileError, Source, Table};
 use firesteel_checkpoint::{LayerKind, ModelConfig};
 use firesteel_step::{CacheLayout, CacheLayoutChoice};
@@ -136,13 +136,12 @@ pub fn compose(
 ) -> Result<Composition, ProfileError> {
     table.require_shape(config)?;
     let rows = select(table, selection)?;
-    let series = Series::new(config, selection.layout, &rows);
+    let series = Series::new(config, selection.layout, &rows, 1);
     let mut steps = Vec::new();
     for &context in contexts {
-        require_context(context)?;
+        require_length("context", context)?;
         steps.push(series.step(context));
     }
-    let used: BTreeSet<&str> = series.rows().map(|row| row.source.as_str()).collect();
     Ok(Composition {
         device: table.device.clone(),
         soc: table.soc.clone(),
@@ -150,16 +149,91 @@ pub fn compose(
         timing_only: series.timing_only,
         steps,
         break_even: series.break_even(),
-        sources: table
-            .sources
-            .iter()
-            .filter(|source| used.contains(source.id.as_str()))
-            .cloned()
-            .collect(),
+        sources: series.sources(table),
     })
 }
 
-/// The rows of one runtime, precision and dialect that single tokens are composed of.
+/// A prompt that is run in chunks, each a step of as many tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prompt<'a> {
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// Tokens of a chunk.
+    pub chunk: usize,
+    /// Entries of a full layer's cache, which a chunk attends to whatever its position is.
+    pub contexts: &'a [usize],
+}
+
+/// A prompt at one context, added up from chunks. What a missing time would be needed for is
+/// `None`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ComposedPrompt {
+    /// Entries of a full layer's cache.
+    pub context: usize,
+    /// Tokens of the prompt.
+    pub tokens: usize,
+    /// Tokens of a chunk.
+    pub chunk: usize,
+    /// Chunks, ⌈tokens / chunk⌉. A last one that the prompt does not fill takes as long as the
+    /// others, because its shape is the same.
+    pub chunks: usize,
+    /// Tokens of the prompt in the last chunk.
+    pub last_chunk_tokens: usize,
+    /// Sliding layers of one chunk.
+    pub sliding: Option<PartTime>,
+    /// Full layers of one chunk.
+    pub full: Option<PartTime>,
+    /// The head, which only the last token needs.
+    pub head: Option<PartTime>,
+    /// The layers of one chunk, ms.
+    pub chunk_ms: Option<f64>,
+    /// The layers of all chunks, ms.
+    pub prompt_ms: Option<f64>,
+    /// `1000 · tokens / prompt_ms`.
+    pub tokens_per_second: Option<f64>,
+    /// All chunks and the head once, ms.
+    pub time_to_first_token_ms: Option<f64>,
+    /// The same where the tokens of a last chunk that is not full run as steps of one token;
+    /// `None` when every chunk is full, too.
+    pub rest_in_steps_ms: Option<f64>,
+    /// Whether only the times are right: the builds compute something else than the model.
+    pub timing_only: bool,
+    /// The least certain of the times of a chunk.
+    pub basis: Option<Basis>,
+    /// Why a time is missing.
+    pub missing: Vec<String>,
+    /// Sources of the times.
+    pub sources: Vec<Source>,
+}
+
+/// The time of a prompt at each of its contexts, added up as in [`compose`] from layers that were
+/// measured with a chunk's tokens.
+///
+/// # Errors
+/// Those of [`compose`], and when the prompt or a chunk has no tokens or too many. That a table has
+/// no layers of so many tokens is no error.
+pub fn compose_prompt(
+    config: &ModelConfig,
+    table: &Table,
+    selection: &Selection,
+    prompt: &Prompt<'_>,
+) -> Result<Vec<ComposedPrompt>, ProfileError> {
+    table.require_shape(config)?;
+    require_length("prompt", prompt.tokens)?;
+    require_length("chunk", prompt.chunk)?;
+    let rows = select(table, selection)?;
+    let chunk = Series::new(config, selection.layout, &rows, prompt.chunk);
+    let single = Series::new(config, selection.layout, &rows, 1);
+    let mut prompts = Vec::new();
+    for &context in prompt.contexts {
+        require_length("context", context)?;
+        let sources = chunk.sources(table);
+        prompts.push(ComposedPrompt { sources, ..chunk.prompt(prompt, context, &single) });
+    }
+    Ok(prompts)
+}
+
+/// The rows of one runtime, precision and dialect that steps are composed of.
 fn select<'a>(
     table: &'a Table,
     selection: &Selection,
@@ -168,9 +242,7 @@ fn select<'a>(
         let accepted = known.into_iter().collect::<Vec<_>>().join(", ");
         Err(ProfileError::Choice { what, value, accepted })
     };
-    let plain = |row: &&Measurement| {
-        row.tokens == 1 && row.variant.is_none() && row.kind != PartKind::Block
-    };
+    let plain = |row: &&Measurement| row.variant.is_none() && row.kind != PartKind::Block;
     let rows: Vec<&Measurement> = table.measurements.iter().filter(plain).collect();
     let known = rows.iter().map(|row| row.runtime.as_str()).collect();
     let rows: Vec<_> = rows.into_iter().filter(|row| row.runtime == selection.runtime).collect();
@@ -198,6 +270,8 @@ fn select<'a>(
 
 /// The times of a model's parts.
 struct Series<'a> {
+    /// Tokens of a step.
+    tokens: usize,
     /// Sliding and full layers of the model.
     counts: [usize; 2],
     sliding: Option<&'a Measurement>,
@@ -210,13 +284,20 @@ struct Series<'a> {
 }
 
 impl<'a> Series<'a> {
-    fn new(config: &ModelConfig, layout: CacheLayoutChoice, rows: &[&'a Measurement]) -> Self {
+    /// Layers with `tokens` tokens, and the head of one.
+    fn new(
+        config: &ModelConfig,
+        layout: CacheLayoutChoice,
+        rows: &[&'a Measurement],
+        tokens: usize,
+    ) -> Self {
         let counts =
             LayerKind::ALL.map(|kind| config.layer_types.iter().filter(|k| **k == kind).count());
         let of = |timing_only: bool, kind: LayerKind| {
             let wanted = Some(layout.layout(kind));
             rows.iter().copied().filter(move |row| {
                 row.timing_only == timing_only
+                    && row.tokens == tokens
                     && row.kind == PartKind::from(kind)
                     && row.layout == wanted
             })
@@ -230,10 +311,12 @@ impl<'a> Series<'a> {
             .filter_map(|row| row.context.map(|context| (context, row)))
             .collect();
         full.sort_by_key(|(context, _)| *context);
-        let head =
-            |row: &&Measurement| row.kind == PartKind::Head && row.timing_only == timing_only;
+        let head = |row: &&Measurement| {
+            row.kind == PartKind::Head && row.timing_only == timing_only && row.tokens == 1
+        };
         let window = config.sliding_window.unwrap_or(1);
         Self {
+            tokens,
             counts,
             sliding: of(timing_only, LayerKind::Sliding).next(),
             full,
@@ -252,6 +335,59 @@ impl<'a> Series<'a> {
         self.sliding.into_iter().chain(full).chain(self.head)
     }
 
+    /// Where the times are from, in the order of the table.
+    fn sources(&self, table: &Table) -> Vec<Source> {
+        let used: BTreeSet<&str> = self.rows().map(|row| row.source.as_str()).collect();
+        let sources = table.sources.iter();
+        sources.filter(|source| used.contains(source.id.as_str())).cloned().collect()
+    }
+
+    /// How a layer of this kind was measured, for messages: ` with 128 tokens`.
+    fn with_tokens(&self) -> String {
+        if self.tokens == 1 { String::new() } else { format!(" with {} tokens", self.tokens) }
+    }
+
+    /// A prompt of chunks of these layers; `single` has those of one token.
+    fn prompt(&self, prompt: &Prompt<'_>, context: usize, single: &Self) -> ComposedPrompt {
+        let Prompt { tokens, chunk, .. } = *prompt;
+        let step = self.step(context);
+        let whole = tokens / chunk;
+        let rest = tokens % chunk;
+        let chunks = whole + usize::from(rest > 0);
+        let mut missing = step.missing;
+        let fits = tokens <= context;
+        if !fits {
+            missing = vec![format!("a prompt of {tokens} does not fit in a context of {context}")];
+        }
+        let chunk_ms = step.layers_ms;
+        let prompt_ms = chunk_ms.filter(|_| fits).map(|ms| ms * chunks as f64);
+        let head_ms = step.head.as_ref().map(PartTime::total);
+        let add = |layers: Option<f64>| layers.zip(head_ms).map(|(layers, head)| layers + head);
+        let in_steps = chunk_ms
+            .zip(single.step(context).layers_ms)
+            .filter(|_| fits && rest > 0 && single.timing_only == self.timing_only)
+            .map(|(chunk, step)| whole as f64 * chunk + rest as f64 * step);
+        ComposedPrompt {
+            context,
+            tokens,
+            chunk,
+            chunks,
+            last_chunk_tokens: if rest > 0 { rest } else { chunk },
+            sliding: step.sliding,
+            full: step.full,
+            head: step.head,
+            chunk_ms,
+            prompt_ms,
+            tokens_per_second: prompt_ms.map(|ms| 1000.0 * tokens as f64 / ms),
+            time_to_first_token_ms: add(prompt_ms),
+            rest_in_steps_ms: add(in_steps),
+            timing_only: self.timing_only,
+            basis: step.basis,
+            missing,
+            sources: Vec::new(),
+        }
+    }
+
     /// A sliding layer's time.
     fn sliding_time(&self, context: usize) -> Option<(f64, Basis)> {
         let full = context >= self.window;
@@ -264,17 +400,17 @@ impl<'a> Series<'a> {
         if let Some((_, row)) = self.full.iter().find(|(measured, _)| *measured == context) {
             return Ok((row.ms, Basis::Measured));
         }
-        let kind = PartKind::Full;
+        let (kind, with) = (PartKind::Full, self.with_tokens());
         let after = self.full.partition_point(|(measured, _)| *measured < context);
         let (pair, basis) = match (self.full.as_slice(), after) {
-            ([], _) => return Err(format!("{kind} was not measured")),
-            ([(only, _)], _) => return Err(format!("{kind} was measured at {only} only")),
+            ([], _) => return Err(format!("{kind} was not measured{with}")),
+            ([(only, _)], _) => return Err(format!("{kind} was measured{with} at {only} only")),
             (all, 0) => (all.get(..2), Basis::Extrapolated),
             (all, after) if after == all.len() => (all.get(after - 2..), Basis::Extrapolated),
             (all, after) => (all.get(after - 1..=after), Basis::Interpolated),
         };
         let Some([(c0, t0), (c1, t1)]) = pair else {
-            return Err(format!("{kind} was not measured"));
+            return Err(format!("{kind} was not measured{with}"));
         };
         let part = (context as f64 - *c0 as f64) / (*c1 as f64 - *c0 as f64);
         let ms = t0.ms + part * (t1.ms - t0.ms);
@@ -291,7 +427,7 @@ impl<'a> Series<'a> {
         let part = |count: usize, (ms, basis): (f64, Basis)| PartTime { count, ms, basis };
         let sliding = self.sliding_time(context).map(|time| part(sliding_count, time));
         if sliding.is_none() && sliding_count > 0 {
-            missing.push(format!("{} was not measured", PartKind::Sliding));
+            missing.push(format!("{} was not measured{}", PartKind::Sliding, self.with_tokens()));
         }
         let sliding = sliding.filter(|_| sliding_count > 0);
         // The model with full layers only needs the time even where this one has no full layer.

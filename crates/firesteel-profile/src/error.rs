@@ -1,3 +1,5 @@
+use firesteel_checkpoint::CheckpointError;
+use firesteel_export::ExportError;
 use std::path::PathBuf;
 
 /// What can go wrong with tables, compositions and counts.
@@ -7,6 +9,14 @@ pub enum ProfileError {
     /// A file is no table.
     #[error("{}: {reason}", file.display())]
     Table {
+        /// The file.
+        file: PathBuf,
+        /// Why, and what is accepted.
+        reason: String,
+    },
+    /// A file is no report of a tool that is known.
+    #[error("{}: {reason}", file.display())]
+    Report {
         /// The file.
         file: PathBuf,
         /// Why, and what is accepted.
@@ -49,6 +59,12 @@ pub enum ProfileError {
         /// What would be accepted.
         accepted: String,
     },
+    /// The table's model is none.
+    #[error(transparent)]
+    Config(#[from] CheckpointError),
+    /// The step's graph cannot be made.
+    #[error(transparent)]
+    Export(#[from] ExportError),
     /// A count of bytes does not fit in 64 bits.
     #[error("the bytes of {what} do not fit in 64 bits")]
     Overflow {

@@ -8,14 +8,40 @@
 
 mod compose;
 mod error;
+mod estimate;
+mod fit;
+mod groups;
+mod import;
 mod memory;
+mod operators;
+mod report;
+mod report_html;
 mod table;
+mod times;
+mod traffic;
+mod vtcm;
 mod weights;
 
-pub use compose::{Basis, BreakEven, ComposedStep, Composition, PartTime, Selection, compose};
+pub use compose::{
+    Basis, BreakEven, ComposedPrompt, ComposedStep, Composition, PartTime, Prompt, Selection,
+    compose, compose_prompt,
+};
 pub use error::ProfileError;
+pub use estimate::{
+    Alternative, CacheMoves, Estimate, EstimatedPart, EstimatedStep, GroupTime, LargestOperator,
+    PartCost, StepChoice, StepCost, WhatIf, cache_moves, what_if,
+};
+pub use fit::{Fit, FitSelection, FittedRow, Term, TermFit, fit};
+pub use groups::{Group, GroupShare, Grouped};
+pub use import::{ImportedReport, REPORT_LIMIT, ReportFormat, import_report};
 pub use memory::{
     ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
 };
+pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
+pub use report::{Axis, Document, Figure, Mark, Point, ReportInput, Series, Unit};
+pub use report_html::html;
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
+pub use times::RunTimes;
+pub use traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};
+pub use vtcm::{CompiledGraph, SessionGraph, VTCM_BYTES};
 pub use weights::{ModelBytes, WeightCoding, WeightCount};

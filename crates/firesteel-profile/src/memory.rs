@@ -1,4 +1,4 @@
-use crate::table::require_context;
+use crate::table::require_length;
 use crate::{ModelBytes, ProfileError};
 use firesteel_checkpoint::ModelConfig;
 use firesteel_engine::KvFormat;
@@ -178,7 +178,7 @@ pub fn memory(request: &MemoryRequest<'_>) -> Result<Memory, ProfileError> {
     }
     let mut counted = Vec::new();
     for &context in *contexts {
-        require_context(context)?;
+        require_length("context", context)?;
         counted.push(at_context(request, context)?);
     }
     Ok(Memory {

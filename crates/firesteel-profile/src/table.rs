@@ -104,6 +104,17 @@ pub enum Origin {
     Imported,
 }
 
+impl Origin {
+    /// Spelling in a table.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Measured => "measured",
+            Self::Published => "published",
+            Self::Imported => "imported",
+        }
+    }
+}
+
 /// Where times come from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -264,6 +275,60 @@ impl Table {
             .map_err(|e| error(format!("no table of layer times: {e}")))?;
         table.validate(file)?;
         Ok(table)
+    }
+
+    /// A table of nothing yet, for [`add`](Self::add): one without measurements is not accepted
+    /// when it is read.
+    pub fn new(device: String, soc: String, model: LayerShape) -> Self {
+        Self {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            device,
+            soc,
+            model,
+            sources: Vec::new(),
+            measurements: Vec::new(),
+        }
+    }
+
+    /// Adds `row`, whose source becomes the one with this origin and text; `file` is the table's
+    /// name in messages.
+    ///
+    /// # Errors
+    /// When the table with that row would not be accepted, as when it has such a row already.
+    pub fn add(
+        mut self,
+        file: &Path,
+        (origin, text): (Origin, String),
+        row: Measurement,
+    ) -> Result<Self, ProfileError> {
+        let same = |source: &&Source| source.origin == origin && source.text == text;
+        let source = match self.sources.iter().find(same) {
+            Some(source) => source.id.clone(),
+            None => {
+                let known: HashSet<&str> =
+                    self.sources.iter().map(|source| source.id.as_str()).collect();
+                let name = |number: usize| format!("{}-{number}", origin.name());
+                let mut number = 1;
+                while known.contains(name(number).as_str()) {
+                    number += 1;
+                }
+                let id = name(number);
+                self.sources.push(Source { id: id.clone(), origin, text });
+                id
+            }
+        };
+        self.measurements.push(Measurement { source, ..row });
+        self.validate(file)?;
+        Ok(self)
+    }
+
+    /// The table as a file.
+    ///
+    /// # Errors
+    /// None: a table is plain values.
+    pub fn to_json(&self) -> Result<String, serde_json::Error> {
+        serde_json::to_string_pretty(self).map(|text| text + "\n")
     }
 
     fn validate(&self, file: &Path) -> Result<(), ProfileError> {
@@ -454,11 +519,7 @@ impl Place<'_> {
     }
 
     fn bounded(&self, key: &'static str, value: &str, limit: usize) -> Result<(), ProfileError> {
-        // What would act on a terminal or reorder a line of the report.
-        let acts = |c: char| {
-            c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-        };
-        if value.trim().is_empty() || value.len() > limit || value.chars().any(acts) {
+        if !is_plain(value, limit) {
             let accepted = format!("1 to {limit} bytes without control characters");
             return Err(self.value(key, show(value), accepted));
         }
@@ -475,6 +536,14 @@ impl Place<'_> {
     }
 }
 
+/// Whether a text can be printed in a line: 1 to `limit` bytes, nothing that would act on a terminal
+/// or reorder the line.
+pub(crate) fn is_plain(value: &str, limit: usize) -> bool {
+    let acts =
+        |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    !value.trim().is_empty() && value.len() <= limit && !value.chars().any(acts)
+}
+
 /// The beginning of a text that may be long, quoted.
 fn show(text: &str) -> String {
     match text.char_indices().nth(MAX_NAME) {
@@ -483,12 +552,12 @@ fn show(text: &str) -> String {
     }
 }
 
-/// Refuses a context that no step has.
-pub(crate) fn require_context(context: usize) -> Result<(), ProfileError> {
-    if context == 0 || context > MAX_LENGTH {
+/// Refuses a context or a number of tokens that no step has.
+pub(crate) fn require_length(what: &'static str, length: usize) -> Result<(), ProfileError> {
+    if length == 0 || length > MAX_LENGTH {
         return Err(ProfileError::Choice {
-            what: "context",
-            value: context.to_string(),
+            what,
+            value: length.to_string(),
             accepted: format!("1 to {MAX_LENGTH}"),
         });
     }

@@ -5,7 +5,8 @@
 use firesteel_checkpoint::{LayerKind, ModelConfig, preset};
 use firesteel_profile::{
     Basis, BreakEven, Composition, GRAPH_LIMIT, KvElement, LayerShape, MemoryRequest, ModelBytes,
-    Origin, PartKind, ProfileError, Selection, Table, WeightCoding, WeightCount, compose, memory,
+    Origin, PartKind, ProfileError, Prompt, Selection, Table, WeightCoding, WeightCount, compose,
+    compose_prompt, memory,
 };
 use firesteel_step::{CacheLayoutChoice, Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
@@ -193,6 +194,59 @@ fn break_even_and_builds() {
         ("9.0".into(), "3.0".into())
     );
     assert_eq!((step.full, composition.break_even), (None, None));
+}
+
+/// A prompt of 1000 in chunks of 64: 15 whole ones and 40 tokens.
+#[test]
+fn a_prompt_is_its_chunks() {
+    const SLIDING: &str = "sliding_attention";
+    const FULL: &str = "full_attention";
+    let (ring, roll) = (Some("ring"), Some("roll"));
+    let mut value = rows(&[
+        (SLIDING, ring, None, 2.0, false),
+        (FULL, roll, Some(1024), 3.0, false),
+        (FULL, roll, Some(4096), 6.0, false),
+        ("head", None, None, 4.0, false),
+        (SLIDING, ring, None, 0.5, false),
+        (FULL, roll, Some(1024), 1.0, false),
+    ]);
+    for row in &mut value["measurements"].as_array_mut().unwrap()[..3] {
+        row["tokens"] = json!(64);
+    }
+    let times = table(&value).unwrap();
+    let wanted = selection("x", CacheLayoutChoice::Auto);
+    let of = |tokens, chunk, contexts: &[usize]| {
+        compose_prompt(&spark(), &times, &wanted, &Prompt { tokens, chunk, contexts }).unwrap()
+    };
+    let prompts = of(1000, 64, &[1024, 2048, 512]);
+    let first = &prompts[0];
+    assert_eq!((first.chunks, first.last_chunk_tokens), (16, 40));
+    // 21 · 2 + 7 · 3 a chunk; 15 chunks and 40 steps of 21 · 0.5 + 7 · 1.
+    assert_eq!((first.chunk_ms, first.prompt_ms), (Some(63.0), Some(1008.0)));
+    assert_eq!(first.time_to_first_token_ms, Some(1012.0));
+    assert_eq!(first.rest_in_steps_ms, Some(15.0 * 63.0 + 40.0 * 17.5 + 4.0));
+    assert_eq!(digits(first.tokens_per_second, 2), "992.06");
+    assert_eq!((first.basis, first.missing.len()), (Some(Basis::Measured), 0));
+    // A third of the way from 3 to 6; no single step was measured beside 1024.
+    assert_eq!(prompts[1].prompt_ms, Some(16.0 * (42.0 + 7.0 * 4.0)));
+    assert_eq!((prompts[1].basis, prompts[1].rest_in_steps_ms), (Some(Basis::Interpolated), None));
+    assert_eq!((prompts[2].prompt_ms, prompts[2].time_to_first_token_ms), (None, None));
+    assert_eq!(prompts[2].missing, ["a prompt of 1000 does not fit in a context of 512"]);
+    // Whole chunks leave no rest, and a short prompt is one chunk.
+    let whole = &of(128, 64, &[1024])[0];
+    assert_eq!((whole.chunks, whole.last_chunk_tokens), (2, 64));
+    assert_eq!((whole.prompt_ms, whole.rest_in_steps_ms), (Some(126.0), None));
+    let short = &of(3, 64, &[1024])[0];
+    assert_eq!((short.chunks, short.prompt_ms), (1, Some(63.0)));
+    assert_eq!(short.rest_in_steps_ms, Some(3.0 * 17.5 + 4.0));
+    // Chunks of one are steps; of another length there is nothing.
+    assert_eq!(of(10, 1, &[1024])[0].prompt_ms, Some(175.0));
+    let missing = &of(10, 32, &[1024])[0];
+    assert_eq!((missing.prompt_ms, missing.basis), (None, None));
+    assert_eq!(missing.missing[0], "sliding_attention was not measured with 32 tokens");
+    // The step is composed of single tokens as before.
+    let step = &compose(&spark(), &times, &wanted, &[1024]).unwrap().steps[0];
+    assert_eq!(step.step_ms, Some(17.5 + 4.0));
 }
 
 #[test]

@@ -48,6 +48,14 @@ pub struct Schematic {
     pub total: Traffic,
     /// Each node of the source graph, by name.
     pub nodes: Vec<NodeTraffic>,
+    /// Bytes of the tightly coupled memory up to the end of the highest block in it; `None` when
+    /// the compiler does not say where its blocks are.
+    #[serde(default)]
+    pub vtcm_bytes: Option<u64>,
+    /// Bytes of values between operators that lie in memory instead, each counted once; `None`
+    /// when the compiler does not list its values.
+    #[serde(default)]
+    pub memory_values_bytes: Option<u64>,
 }
 
 /// Name for operators that belong to no node of the source.
@@ -69,12 +77,15 @@ impl Schematic {
             Graph,
             Bandwidth,
             Names,
+            Values,
+            Blocks,
         }
         let mut section = Section::Other;
         let mut seen = [false; 3];
         let mut traffic: HashMap<u64, Traffic> = HashMap::new();
         let mut names: HashMap<u64, String> = HashMap::new();
         let mut id = None;
+        let (mut vtcm_bytes, mut memory_values_bytes) = (None::<u64>, None::<u64>);
         for (number, line) in text.lines().enumerate() {
             let fail = |problem: &str| AuditError::Schematic {
                 line: number + 1,
@@ -87,6 +98,10 @@ impl Schematic {
                 (section, seen[1]) = (Section::Bandwidth, true);
             } else if start("qnn_name_translations") {
                 (section, seen[2]) = (Section::Names, true);
+            } else if start("memgroup_map = {") {
+                (section, memory_values_bytes) = (Section::Values, Some(0));
+            } else if start("tcm_block_info = {") {
+                (section, vtcm_bytes) = (Section::Blocks, Some(0));
             } else if start("}") || start("]") || start("# :::END") {
                 section = Section::Other;
             } else if section == Section::Graph {
@@ -111,6 +126,12 @@ impl Schematic {
                 });
                 let (id, name) = entry.ok_or_else(|| fail("no name"))?;
                 names.insert(id & SOURCE_MASK, name.to_owned());
+            } else if section == Section::Values && line.trim_start().starts_with("'mg") {
+                let bytes = value_in_memory(line).ok_or_else(|| fail("no size"))?;
+                memory_values_bytes = memory_values_bytes.map(|sum| sum.saturating_add(bytes));
+            } else if section == Section::Blocks && line.contains(": (") {
+                let end = block_end(line).ok_or_else(|| fail("no block"))?;
+                vtcm_bytes = vtcm_bytes.map(|highest| highest.max(end));
             }
         }
         for (found, name) in
@@ -129,8 +150,26 @@ impl Schematic {
             by_name.entry(name.to_owned()).or_default().add(moved);
         }
         let nodes = by_name.into_iter().map(|(node, traffic)| NodeTraffic { node, traffic });
-        Ok(Self { total, nodes: nodes.collect() })
+        Ok(Self { total, nodes: nodes.collect(), vtcm_bytes, memory_values_bytes })
     }
+}
+
+/// Bytes of a line such as `'mg00001': memgroup(bytes=2048, is_tcm=True, gen_op = '#1',`, 0 for a
+/// value in the tightly coupled memory.
+fn value_in_memory(line: &str) -> Option<u64> {
+    let mut fields = line.split_once("memgroup(bytes=")?.1.split(", ");
+    let bytes = fields.next()?.parse().ok()?;
+    match fields.next()?.strip_prefix("is_tcm=")? {
+        "True" => Some(0),
+        "False" => Some(bytes),
+        _ => None,
+    }
+}
+
+/// The end of a block such as `145: (0x1b7000, 0x80),`.
+fn block_end(line: &str) -> Option<u64> {
+    let (start, size) = line.split_once(": (0x")?.1.split_once(')')?.0.split_once(", 0x")?;
+    u64::from_str_radix(start, 16).ok()?.checked_add(u64::from_str_radix(size, 16).ok()?)
 }
 
 /// A line such as `{"opid" : 0x0000501400000146 , "dram_read": 8192 , …, "is_dma": 1},`.
@@ -179,6 +218,20 @@ bandwidth_information = [
 qnn_name_translations = {
 0x0000000000000010: 'x_rows/Reshape',
 }
+memgroup_map = { #Number of groups = 3
+ 'mg00001': memgroup(bytes=2048, is_tcm=True, gen_op = '#1',
+          blocks = interval_set(1,[0x91]),
+  ),
+ 'mg00002': memgroup(bytes=512, is_tcm=False, gen_op = '#83',
+  ),
+ 'mg00003': memgroup(bytes=256, is_tcm=False, gen_op = '#89',
+  ),
+# ---- > total 2816 bytes in 3 blocks, in 3 groups
+}
+tcm_block_info = {
+    145: (0x1b7000, 0x80),
+    146: (0x1000, 0x800),
+} # end of block_info
 ";
 
     #[test]
@@ -198,6 +251,12 @@ qnn_name_translations = {
             nodes,
             [("(border)", node(1, 0, 64, 64, 0)), ("x_rows/Reshape", node(1, 8192, 1, 2, 3))]
         );
+        assert_eq!(schematic.vtcm_bytes, Some(0x001b_7080));
+        assert_eq!(schematic.memory_values_bytes, Some(768));
+        // Other versions of the compiler may say nothing of these.
+        let text = TEXT.split("memgroup_map").next().unwrap();
+        let schematic = Schematic::parse(text).unwrap();
+        assert_eq!((schematic.vtcm_bytes, schematic.memory_values_bytes), (None, None));
     }
 
     #[test]
@@ -209,6 +268,10 @@ qnn_name_translations = {
             (TEXT.replace(": 8192", ": -1"), "line 17: unknown fields"),
             (TEXT.replace("{\"opid\" : 0x0000501400000010 ,", "{"), "line 17: unknown fields"),
             (TEXT.replace("'x_rows/Reshape'", "x"), "no name"),
+            (TEXT.replace("bytes=512", "bytes=x"), "line 27: no size"),
+            (TEXT.replace("is_tcm=False", "is_tcm=No"), "line 27: no size"),
+            (TEXT.replace("0x80)", "0x80"), "line 34: no block"),
+            (TEXT.replace("0x80)", "0xffffffffffffffff)"), "line 34: no block"),
         ] {
             let error = Schematic::parse(&text).unwrap_err().to_string();
             assert!(error.contains(part), "{part}: {error}");

@@ -1,4 +1,5 @@
 mod fidelity;
+mod outputs;
 
 use self::fidelity::FidelityArgs;
 use crate::printer::{Printer, mebibytes, table};
@@ -6,7 +7,7 @@ use crate::source::{CompiledStep, OrtArgs, RunnerKind, Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::{Args, Parser};
 use firesteel_artifact::Manifest;
-use firesteel_check::{CheckOptions, CheckReport, Feed, Snr, compare};
+use firesteel_check::{CheckOptions, CheckReport, Feed, LogitsReport, Snr, compare};
 use firesteel_compile::Measured;
 use firesteel_export::{ExportOptions, Gelu, Precision};
 use firesteel_generate::AddedTokens;
@@ -26,11 +27,15 @@ use std::time::{Duration, Instant};
 /// embedding, and what it says is compared. Exit code 1 when something is beyond its bar.
 #[derive(Debug, Args)]
 pub(crate) struct Check {
-    /// Artifact (or checkpoint) to check
+    /// Artifact (or checkpoint) to check, or with --outputs a kit
     path: PathBuf,
     /// Checkpoint (or artifact) that is right
-    #[arg(long, value_name = "CHECKPOINT|ARTIFACT")]
-    against: PathBuf,
+    #[arg(long, value_name = "CHECKPOINT|ARTIFACT", required_unless_present = "outputs")]
+    against: Option<PathBuf>,
+    /// What a device computed from the inputs of a kit, as qnn-net-run writes it:
+    /// GRAPH/Result_N/TENSOR.raw
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["against", "graph", "record"])]
+    outputs: Option<PathBuf>,
     #[command(flatten)]
     args: CheckArgs,
     #[command(flatten)]
@@ -96,6 +101,13 @@ impl Default for CheckArgs {
     }
 }
 
+impl CheckArgs {
+    /// Those of a run of `ids`, or of the text that is built in.
+    pub(crate) fn of_tokens(ids: Option<Vec<u32>>, steps: usize) -> Self {
+        Self { ids, steps, ..Self::default() }
+    }
+}
+
 /// Context of a comparison of two checkpoints, which bring none of their own.
 const CHECKPOINT_CONTEXT: usize = 4096;
 
@@ -113,6 +125,14 @@ said, and write down both answers.";
 
 impl Check {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        if let Some(outputs) = &self.outputs {
+            let report = outputs::compare_outputs(&self.path, outputs, &self.args)?;
+            match self.json {
+                true => printer.json(&report)?,
+                false => outputs::print(&report, printer)?,
+            }
+            return Ok(ExitCode::from(u8::from(!report.passed)));
+        }
         let mut test = Source::open(&self.path, printer)?;
         if let Some(name) = &self.graph {
             let Source::Compiled(step) = &mut test else {
@@ -123,7 +143,8 @@ impl Check {
         if self.record && !matches!(test, Source::Compiled(_)) {
             bail!("--record goes with a compiled artifact");
         }
-        let reference = Source::open(&self.against, printer)?;
+        let against = self.against.as_deref().context("--against names what is right")?;
+        let reference = Source::open(against, printer)?;
         if self.fidelity.wanted() {
             let report = self.fidelity.run(&test, &reference, &self.args, printer)?;
             match self.json {
@@ -339,7 +360,7 @@ fn as_f32(spec: &StepSpec) -> anyhow::Result<StepSpec> {
 }
 
 /// The bar for what the artifacts' options and the runners' arithmetic can hold.
-fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
+pub(crate) fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
     // What rounds to f32 after every operator loses more than what rounds at the border only.
     let wide = if kinds.iter().any(|kind| matches!(kind, RunnerKind::Ort | RunnerKind::Cpu)) {
         100.0
@@ -359,7 +380,7 @@ fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
         .fold(f64::INFINITY, f64::min)
 }
 
-fn token_ids(
+pub(crate) fn token_ids(
     args: &CheckArgs,
     test: &Source,
     reference: &Source,
@@ -407,7 +428,11 @@ pub(crate) fn spread_ids(count: usize, vocabulary: usize) -> Vec<u32> {
 }
 
 /// Token rows, or for a slice the hidden state that enters it.
-fn feed(spec: &StepSpec, reference: &Source, test: &Source) -> anyhow::Result<Box<dyn Feed>> {
+pub(crate) fn feed(
+    spec: &StepSpec,
+    reference: &Source,
+    test: &Source,
+) -> anyhow::Result<Box<dyn Feed>> {
     if spec.first_layer == 0 {
         for source in [reference, test] {
             if let Some(embedding) = source.embedding()? {
@@ -509,6 +534,21 @@ fn print_settings(
     Ok(())
 }
 
+/// The agreement of distributions in one line.
+fn logits_line(logits: &LogitsReport) -> String {
+    format!(
+        "top-1 {} ({} of {} tokens are ties), top-5 {:.1} %, KL {:.2e} mean {:.2e} max, top-20 \
+         log-probability difference {:.2e}",
+        logits.top1.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share)),
+        logits.ties,
+        logits.tokens,
+        100.0 * logits.top5,
+        logits.kl_mean,
+        logits.kl_max,
+        logits.top20_logprob_max,
+    )
+}
+
 fn print_report(
     report: &CheckReport,
     spec: &StepSpec,
@@ -544,17 +584,7 @@ fn print_report(
         printer.line(line)?;
     }
     if let Some(logits) = &report.logits {
-        printer.line(format!(
-            "top-1 {} ({} of {} tokens are ties), top-5 {:.1} %, KL {:.2e} mean {:.2e} max, top-20 \
-             log-probability difference {:.2e}",
-            logits.top1.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share)),
-            logits.ties,
-            logits.tokens,
-            100.0 * logits.top5,
-            logits.kl_mean,
-            logits.kl_max,
-            logits.top20_logprob_max,
-        ))?;
+        printer.line(logits_line(logits))?;
     }
     match &report.greedy {
         Some(greedy) => printer.line(format!(

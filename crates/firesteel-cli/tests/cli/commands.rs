@@ -235,15 +235,18 @@ fn help_of_check() {
 
     Both get the same tokens step by step; logits, hidden state after each layer, new keys and new values are compared. With --text or --prompts each side is run for itself, with its own embedding, and what it says is compared. Exit code 1 when something is beyond its bar.
 
-    Usage: firesteel check [OPTIONS] --against <CHECKPOINT|ARTIFACT> <PATH>
+    Usage: firesteel check [OPTIONS] <PATH>
 
     Arguments:
       <PATH>
-              Artifact (or checkpoint) to check
+              Artifact (or checkpoint) to check, or with --outputs a kit
 
     Options:
           --against <CHECKPOINT|ARTIFACT>
               Checkpoint (or artifact) that is right
+
+          --outputs <DIR>
+              What a device computed from the inputs of a kit, as qnn-net-run writes it: GRAPH/Result_N/TENSOR.raw
 
           --runner <RUNNER>
               Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint]

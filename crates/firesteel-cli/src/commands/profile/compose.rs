@@ -1,10 +1,13 @@
+use super::read_table;
 use crate::commands::export::Layout;
 use crate::printer::{Printer, table};
-use crate::source::{ModelSource, read_text};
+use crate::source::ModelSource;
 use clap::Args;
 use firesteel_profile::{
-    Basis, BreakEven, Composition, Origin, PartTime, Selection, Table, compose,
+    Basis, BreakEven, ComposedPrompt, Composition, PartTime, Prompt, Selection, compose,
+    compose_prompt,
 };
+use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -14,7 +17,9 @@ use std::process::ExitCode;
 /// sliding layers × their number + full layers × theirs + head, against the same number of full
 /// layers. A context that was not measured lies on the line between the contexts around it, and
 /// the basis says so; outside of all of them it says extrapolated. Builds that compute something
-/// else than the model are told as 'timing only'.
+/// else than the model are told as 'timing only'. With --prompt and --chunk also the time of a
+/// prompt, of layers that were measured with a chunk's tokens; a last chunk that the prompt does not
+/// fill takes as long as the others.
 #[derive(Debug, Args)]
 pub(crate) struct Compose {
     /// Shape (spark-x2.5-1.7b, spark-x2.5-4b), config.json, checkpoint folder or GGUF file
@@ -39,9 +44,24 @@ pub(crate) struct Compose {
     /// Spelling of the graph, where the table has several
     #[arg(long, value_name = "NAME")]
     dialect: Option<String>,
+    /// Tokens of a prompt, whose time is added up from chunks
+    #[arg(long, value_name = "N", requires = "chunk")]
+    prompt: Option<usize>,
+    /// Tokens of a chunk of the prompt: one step of the table's layers with as many tokens
+    #[arg(long, value_name = "T", requires = "prompt")]
+    chunk: Option<usize>,
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+/// The steps, and the prompts where they were asked for.
+#[derive(Debug, Serialize)]
+struct Report {
+    #[serde(flatten)]
+    composition: Composition,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompts: Option<Vec<ComposedPrompt>>,
 }
 
 impl Compose {
@@ -50,10 +70,7 @@ impl Compose {
         for warning in &warnings {
             printer.warn(warning);
         }
-        let times = match &self.table {
-            Some(path) => Table::from_json(path, read_text(path)?.as_bytes())?,
-            None => Table::galaxy_s25()?,
-        };
+        let times = read_table(self.table.as_deref())?;
         let selection = Selection {
             runtime: self.runtime,
             precision: self.precision,
@@ -61,16 +78,28 @@ impl Compose {
             layout: self.layout.choice(),
         };
         let composition = compose(&config, &times, &selection, &self.context)?;
+        let prompts = match (self.prompt, self.chunk) {
+            (Some(tokens), Some(chunk)) => {
+                let prompt = Prompt { tokens, chunk, contexts: &self.context };
+                Some(compose_prompt(&config, &times, &selection, &prompt)?)
+            }
+            _ => None,
+        };
+        let report = Report { composition, prompts };
         if self.json {
-            printer.json(&composition)?;
+            printer.json(&report)?;
         } else {
-            print(&composition, printer)?;
+            print(&report.composition, report.prompts.as_deref().unwrap_or_default(), printer)?;
         }
         Ok(ExitCode::SUCCESS)
     }
 }
 
-fn print(composition: &Composition, printer: &mut Printer) -> anyhow::Result<()> {
+fn print(
+    composition: &Composition,
+    prompts: &[ComposedPrompt],
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
     let Composition { device, soc, selection, .. } = composition;
     printer.line(format!(
         "{device}, {soc}, {}, {}: steps composed of single layers, ms",
@@ -84,12 +113,6 @@ fn print(composition: &Composition, printer: &mut Printer) -> anyhow::Result<()>
         "basis",
     ];
     let mut rows = vec![titles.map(str::to_owned).to_vec()];
-    let number = |value: Option<f64>, digits: usize| {
-        value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
-    };
-    let part = |part: Option<PartTime>| {
-        part.map_or_else(|| "-".to_owned(), |part| format!("{} × {:.3}", part.count, part.ms))
-    };
     for step in &composition.steps {
         rows.push(vec![
             step.context.to_string(),
@@ -124,13 +147,71 @@ fn print(composition: &Composition, printer: &mut Printer) -> anyhow::Result<()>
             "sliding layers do not pay up to context {context}, the longest that was measured"
         ))?,
     }
-    for source in &composition.sources {
-        let origin = match source.origin {
-            Origin::Measured => "measured",
-            Origin::Published => "published",
-            Origin::Imported => "imported",
-        };
-        printer.line(format!("times {origin}: {}", source.text))?;
+    print_prompts(prompts, printer)?;
+    let mut sources: Vec<_> = composition.sources.iter().collect();
+    for source in prompts.iter().flat_map(|prompt| &prompt.sources) {
+        if !sources.contains(&source) {
+            sources.push(source);
+        }
+    }
+    for source in sources {
+        printer.line(format!("times {}: {}", source.origin.name(), source.text))?;
+    }
+    Ok(())
+}
+
+fn number(value: Option<f64>, digits: usize) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
+}
+
+fn part(part: Option<PartTime>) -> String {
+    part.map_or_else(|| "-".to_owned(), |part| format!("{} × {:.3}", part.count, part.ms))
+}
+
+fn print_prompts(prompts: &[ComposedPrompt], printer: &mut Printer) -> anyhow::Result<()> {
+    let Some(first) = prompts.first() else { return Ok(()) };
+    printer.line(format!(
+        "a prompt of {} in {} chunk{} of {}, the last with {} of them; ms, first token with the head",
+        first.tokens,
+        first.chunks,
+        if first.chunks == 1 { "" } else { "s" },
+        first.chunk,
+        first.last_chunk_tokens
+    ))?;
+    if prompts.iter().any(|prompt| prompt.timing_only) {
+        printer.line("timing only: these builds compute something else than the model")?;
+    }
+    let titles = [
+        "context",
+        "sliding",
+        "full",
+        "chunk",
+        "prompt",
+        "tokens/s",
+        "first token",
+        "rest in steps",
+        "basis",
+    ];
+    let mut rows = vec![titles.map(str::to_owned).to_vec()];
+    for prompt in prompts {
+        rows.push(vec![
+            prompt.context.to_string(),
+            part(prompt.sliding),
+            part(prompt.full),
+            number(prompt.chunk_ms, 2),
+            number(prompt.prompt_ms, 2),
+            number(prompt.tokens_per_second, 1),
+            number(prompt.time_to_first_token_ms, 2),
+            number(prompt.rest_in_steps_ms, 2),
+            prompt.basis.map_or("-", Basis::name).to_owned(),
+        ]);
+    }
+    for line in table(&rows) {
+        printer.line(line)?;
+    }
+    let missing: BTreeSet<&String> = prompts.iter().flat_map(|prompt| &prompt.missing).collect();
+    for reason in missing {
+        printer.line(format!("not known: {reason}"))?;
     }
     Ok(())
 }
