@@ -163,6 +163,7 @@ fn kits_are_refused_for_what_cannot_run() {
             "4 steps of 1 tokens take 4, and there are 2",
         ),
         ([&fresh[..], &["--graph", "decode"]].concat(), "--graph goes with"),
+        ([&fresh[..], &["--expect", "checkpoint"]].concat(), "--against names the checkpoint"),
     ] {
         let talk = refusal(&arguments);
         assert!(talk.contains(reason), "{arguments:?}: {talk}");
@@ -346,11 +347,14 @@ fn the_graphs_of_a_kit_run_from_its_files() {
     stdout(&[&text[..], &["--tokens", "64", "--out", argument(&ranges)]].concat());
     let quantize = ["quantize", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
     stdout(&[&quantize[..], &["--context", "64", "--out", argument(&integers)]].concat());
-    for (name, bar, parts) in [("single", "100", 1), ("half", "40", 3), ("integers", "20", 1)] {
+    for (name, bar, parts) in [("single", "100", 1), ("half", "40", 3), ("integers", "60", 1)] {
         let at = |suffix: &str| folder.path().join(format!("{name}{suffix}"));
         let (artifact, kit, back) = (at(""), at("-kit"), at("-back"));
         let write = ["profile", "phone-kit", argument(&artifact), "--out", argument(&kit)];
-        stdout(&[&write[..], &["--steps", "6", "--against", tiny]].concat());
+        // Integers are held against what their own graph writes down.
+        let expect = if name == "integers" { "artifact" } else { "checkpoint" };
+        let steps = ["--steps", "6", "--against", tiny, "--expect", expect];
+        stdout(&[&write[..], &steps].concat());
         let mut open: Option<(PathBuf, OrtModel)> = None;
         run_kit(&kit, &back, &mut |path, inputs| {
             if open.as_ref().is_none_or(|(open, _)| open != path) {

@@ -3,7 +3,7 @@ use crate::kit::{KIT, Kit, KitPart, KitTensor, MAX_STEPS, Meaning, step_folder};
 use crate::printer::{Printer, mebibytes};
 use crate::source::{OrtArgs, RunnerKind, Source};
 use anyhow::{Context as _, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use firesteel_artifact::GraphRole;
 use firesteel_checkpoint::{Replace, StagedFolder};
 use firesteel_compile::PartRole;
@@ -37,10 +37,13 @@ pub(crate) struct PhoneKit {
     /// Token ids to run [default: those of a text that is built in]
     #[arg(long, value_name = "ID,ID,…", value_delimiter = ',')]
     ids: Option<Vec<u32>>,
-    /// Checkpoint whose outputs are expected, in f64 [default: the artifact's own on the evaluator,
-    /// the compiled artifact's own on the emulator]
+    /// The model's checkpoint, whose outputs in f64 are expected
     #[arg(long, value_name = "CHECKPOINT")]
     against: Option<PathBuf>,
+    /// Whose outputs are expected: those of the checkpoint, or those of the artifact itself, on the
+    /// evaluator or if it is compiled on the emulator [default: the checkpoint's where one is given]
+    #[arg(long, value_enum)]
+    expect: Option<Expect>,
     /// The step of a compiled artifact: decode, prefill-T [default: its first]
     #[arg(long, value_name = "NAME")]
     graph: Option<String>,
@@ -49,6 +52,14 @@ pub(crate) struct PhoneKit {
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Expect {
+    /// How far the device is from the model
+    Checkpoint,
+    /// How far the device is from what the artifact writes down
+    Artifact,
 }
 
 /// What a graph of the kit is.
@@ -101,16 +112,24 @@ impl PhoneKit {
         };
         let against =
             self.against.as_deref().map(|path| Source::open(path, printer)).transpose()?;
-        let reference = against.as_ref().unwrap_or(&source);
+        // A checkpoint has the embedding, whoever computes what is expected.
+        let model = against.as_ref().unwrap_or(&source);
+        let reference = match self.expect {
+            Some(Expect::Artifact) => &source,
+            Some(Expect::Checkpoint) if against.is_none() => {
+                bail!("--expect checkpoint: --against names the checkpoint")
+            }
+            _ => model,
+        };
         let kind = reference.default_runner(false);
         let spec = StepSpec { dtype: DType::F32, ..contract.clone() };
         let spec = spec.with_tokens(contract.tokens)?;
         // What enters a part is what the layers before it return.
         let layers = parts.len() > 1;
         let mut runner = reference.runner(kind, Some(&spec), layers, &self.ort)?;
-        let mut feed = feed(&spec, reference, &source)?;
+        let mut feed = feed(&spec, model, &source)?;
         let wanted = CheckArgs::of_tokens(self.ids.clone(), count);
-        let mut ids = token_ids(&wanted, &source, reference, &spec)?;
+        let mut ids = token_ids(&wanted, &source, model, &spec)?;
         if ids.len() < count || (self.ids.is_some() && ids.len() > count) {
             bail!(
                 "{} steps of {} tokens take {count}, and there are {}; give as many --ids",
