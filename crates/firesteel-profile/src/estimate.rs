@@ -444,8 +444,9 @@ pub struct WhatIf {
 }
 
 /// The base and its alternatives, which differ from it in one thing each: the cache layout, the
-/// context, the precision (those that the table has for the runtime), the form of the activation,
-/// the number of graphs of the head, and the number format of the caches. The base comes first.
+/// context, the precision (those that the table has for the runtime and whose names tell their
+/// bits), the form of the activation, the number of graphs of the head, and the number format of the
+/// caches. The base comes first.
 ///
 /// # Errors
 /// As [`StepCost::of_choice`] for the base. An alternative that its precision's rows cannot be
@@ -481,6 +482,7 @@ pub fn what_if(
     let known: Vec<&str> = rows
         .filter(|row| row.runtime == what.selection.runtime && row.tokens == 1)
         .map(|row| row.precision.as_str())
+        .filter(|precision| ElementBits::named(precision, None).is_ok())
         .collect();
     for precision in known {
         add(format!("precision {precision}"), &|choice| {

@@ -275,9 +275,10 @@ fn alternatives_differ_in_one_thing() {
         contexts: Vec::new(),
         selection: FitSelection { runtime: "cpu".into(), ..selection("fp16") },
     };
-    let all = what_if(&large, &table, &choice("fp16"), &what);
-    let error = all.unwrap_err().to_string();
-    assert!(error.contains("precision is \"int8\""), "{error}");
+    let all = what_if(&large, &table, &choice("fp16"), &what).unwrap();
+    assert!(all.iter().all(|one| one.choice.precision == "fp16" && one.step_ms.is_none()));
+    let reason = all[0].missing.as_ref().unwrap();
+    assert!(reason.contains("precision is fp16") && reason.contains("accepted: int8"), "{reason}");
 }
 
 #[test]
