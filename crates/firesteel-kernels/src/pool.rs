@@ -19,6 +19,11 @@ use crate::KernelError;
 /// How long a thread spins for work before it parks.
 const SPIN: Duration = Duration::from_micros(50);
 
+/// A counter in a cache line of its own, because one thread takes most of its numbers.
+#[derive(Default)]
+#[repr(align(128))]
+struct Next(AtomicUsize);
+
 /// A borrowed job: `task(i)` for every `i` below `count`. The lifetime is erased; see [`Shared`].
 #[derive(Clone, Copy)]
 struct Job {
@@ -37,7 +42,8 @@ struct Shared {
     job: UnsafeCell<Option<Job>>,
     open: AtomicBool,
     active: AtomicUsize,
-    next: AtomicUsize,
+    /// The next task of each thread's share of the job.
+    next: Vec<Next>,
     /// Counts the jobs, so that a worker does not enter one twice.
     generation: AtomicUsize,
     stop: AtomicBool,
@@ -53,19 +59,23 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl Shared {
-    /// Takes tasks until there are none.
-    fn work(&self, job: Job) {
+    /// Takes tasks until there are none: first those of thread `own`, one after the other, because
+    /// what they read lies side by side in memory, then those that are left of the others'.
+    fn work(&self, job: Job, own: usize) {
         // SAFETY: the caller of `Pool::run` keeps the closure alive until `active` is 0, and this
         // thread is the caller or is counted in `active`.
         let task = unsafe { &*job.task };
-        loop {
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            if index >= job.count {
-                return;
-            }
-            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| task(index))) {
-                let mut slot = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
-                slot.get_or_insert_with(|| panic_message(payload.as_ref()));
+        let threads = self.next.len();
+        for thread in (own..threads).chain(0..own) {
+            loop {
+                let index = self.next[thread].0.fetch_add(1, Ordering::Relaxed);
+                if index >= first_of_share(job.count, thread + 1, threads) {
+                    break;
+                }
+                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| task(index))) {
+                    let mut slot = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+                    slot.get_or_insert_with(|| panic_message(payload.as_ref()));
+                }
             }
         }
     }
@@ -86,7 +96,7 @@ impl Shared {
             if self.open.load(Ordering::SeqCst) {
                 // SAFETY: this thread is counted in `active` and saw the job open.
                 if let Some(job) = unsafe { *self.job.get() } {
-                    self.work(job);
+                    self.work(job, index + 1);
                 }
             }
             if self.active.fetch_sub(1, Ordering::SeqCst) == 1 && !self.open.load(Ordering::SeqCst)
@@ -98,6 +108,11 @@ impl Shared {
             }
         }
     }
+}
+
+/// The first task of the share of a thread, or the end of all of them.
+fn first_of_share(count: usize, thread: usize, threads: usize) -> usize {
+    count / threads * thread + (count % threads).min(thread)
 }
 
 /// Spins until `ready`, for a bounded time, then parks. Whoever makes `ready` true and then finds
@@ -160,7 +175,7 @@ impl Pool {
             job: UnsafeCell::new(None),
             open: AtomicBool::new(false),
             active: AtomicUsize::new(0),
-            next: AtomicUsize::new(0),
+            next: (0..=count).map(|_| Next::default()).collect(),
             generation: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
@@ -224,7 +239,9 @@ impl Pool {
         };
         let job = Job { task, count };
         *shared.caller.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
-        shared.next.store(0, Ordering::Relaxed);
+        for (thread, next) in shared.next.iter().enumerate() {
+            next.0.store(first_of_share(count, thread, self.threads()), Ordering::Relaxed);
+        }
         // SAFETY: this thread holds `busy`, the job is closed, and the last caller saw `active` at 0
         // after closing it; a worker that counts itself now does not read before it sees `open`.
         unsafe { *shared.job.get() = Some(job) };
@@ -236,7 +253,7 @@ impl Pool {
             }
         }
 
-        shared.work(job);
+        shared.work(job, 0);
         shared.open.store(false, Ordering::SeqCst);
         wait(&AtomicBool::new(false), || shared.active.load(Ordering::SeqCst) == 0);
         let message = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
