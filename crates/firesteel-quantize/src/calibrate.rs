@@ -97,6 +97,12 @@ impl<'a> Calibrator<'a> {
         self.tokens
     }
 
+    /// Σx² of each channel of the values whose channels are kept apart, by the name of the value.
+    pub fn channel_squares(&self) -> BTreeMap<String, Vec<f64>> {
+        let apart = self.observers.iter().filter(|(_, o)| !o.channel_squares().is_empty());
+        apart.map(|(name, o)| (name.clone(), o.channel_squares().to_vec())).collect()
+    }
+
     /// The ranges that `method` chooses.
     ///
     /// # Errors

@@ -1,18 +1,22 @@
 //! Rounds the matrices of a model in the order in which a text meets them, each for what the
 //! matrices before it have become.
 
-use super::model::{ModelOptions, groups, read};
+use super::model::{groups, read};
 use super::{Gram, OutputError, QuantizedMatrix, WeightBits, WeightError, round_for_output};
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CheckpointEmbedding, EngineError};
 use firesteel_step::Embedding;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Share of the errors before a matrix that it makes up for: what it learns from a text about them
 /// does not all hold for other texts.
 const SHARE: f64 = 0.5;
+
+/// Groups of matrices of a layer that have the same inputs.
+const STAGES: usize = 4;
 
 /// The text on its way through the model: the residual stream `[T, H]` of the floats and of the
 /// integers.
@@ -21,43 +25,70 @@ struct Streams {
     quantized: Vec<f32>,
 }
 
-/// The matrices of `model` with the widths that `widths` says, 4 bits where it says nothing.
+/// Which matrices are rounded, and over what.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerOptions {
+    /// Tokens of the sequences that the calibration text is cut into.
+    pub sequence: usize,
+    /// Layers whose matrices are rounded. Those before them only read the text.
+    pub layers: Range<usize>,
+    /// Whether the head is rounded too, which needs all layers.
+    pub head: bool,
+}
+
+/// The matrices of some layers of `model` with the widths that `width` says by their names: each is
+/// rounded with the Gram matrix of the inputs that it meets behind the matrices before it, which
+/// are integers already, after a change by which its output comes nearer to the one that it has
+/// behind the floats (Li et al., GPTAQ, 2025). `progress` is told the name of each matrix that is
+/// done.
 ///
-/// Each is rounded for the inputs that it meets behind the integers, after a change by which its
-/// output comes nearer to the one that it has behind the floats (Li et al., GPTAQ, 2025).
-pub(super) fn follow(
+/// Takes memory for one Gram matrix and the text's residual stream.
+///
+/// # Errors
+/// When the text cannot be run, there are no such layers, or a weight is not finite.
+pub fn round_layers(
     model: &Arc<Checkpoint>,
     ids: &[u32],
-    options: &ModelOptions,
-    widths: &HashMap<String, WeightBits>,
+    options: &LayerOptions,
+    width: &dyn Fn(&str) -> WeightBits,
     progress: &mut dyn FnMut(&str),
 ) -> Result<BTreeMap<String, QuantizedMatrix>, WeightError> {
+    if ids.is_empty() {
+        return Err(EngineError::Calibration { reason: "the text has no tokens".into() }.into());
+    }
     let embedding = CheckpointEmbedding::new(Arc::clone(model));
     let mut float = vec![0.0; ids.len().saturating_mul(embedding.hidden_size())];
     embedding.lookup(ids, &mut float)?;
-    let mut streams = Streams { quantized: float.clone(), float };
+    let mut streams = Streams { quantized: Vec::new(), float };
     let mut matrices = BTreeMap::new();
     let mut changed = Arc::clone(model);
     let groups = groups(model);
     let mut of_layers = groups.iter();
-    for layer in 0..model.layers().len() {
-        let stages: Vec<&Vec<&Weight>> = of_layers.by_ref().take(4).collect();
+    for layer in 0..options.layers.end {
+        let stages: Vec<&Vec<&Weight>> = of_layers.by_ref().take(STAGES).collect();
+        if layer < options.layers.start {
+            streams.float = inputs(model, layer, &streams.float, options.sequence, &[])?.0;
+            continue;
+        }
+        if layer == options.layers.start {
+            streams.quantized = streams.float.clone();
+        }
         let names: Vec<&str> =
             stages.iter().filter_map(|group| group.first()).map(|weight| weight.name()).collect();
         let (after, wanted) = inputs(model, layer, &streams.float, options.sequence, &names)?;
         for (stage, name) in stages.into_iter().zip(&names) {
             let (_, met) = inputs(&changed, layer, &streams.quantized, options.sequence, &[name])?;
             let (Some(wanted), Some(met)) = (wanted.get(*name), met.get(*name)) else { continue };
-            changed = quantize(&changed, stage, [wanted, met], widths, &mut matrices)?;
+            changed = quantize(&changed, stage, [wanted, met], width, &mut matrices)?;
             stage.iter().for_each(|weight| progress(weight.name()));
         }
         streams.quantized = inputs(&changed, layer, &streams.quantized, options.sequence, &[])?.0;
         streams.float = after;
     }
-    if let Some(head) = of_layers.next() {
+    if let Some(head) = of_layers.next().filter(|_| options.head) {
         let normed = |stream: &[f32]| normed(model, stream);
         let (wanted, met) = (normed(&streams.float)?, normed(&streams.quantized)?);
-        quantize(&changed, head, [&wanted, &met], widths, &mut matrices)?;
+        quantize(&changed, head, [&wanted, &met], width, &mut matrices)?;
         head.iter().for_each(|weight| progress(weight.name()));
     }
     Ok(matrices)
@@ -104,7 +135,7 @@ fn quantize(
     model: &Checkpoint,
     stage: &[&Weight],
     [wanted, met]: [&[f32]; 2],
-    widths: &HashMap<String, WeightBits>,
+    width: &dyn Fn(&str) -> WeightBits,
     matrices: &mut BTreeMap<String, QuantizedMatrix>,
 ) -> Result<Arc<Checkpoint>, WeightError> {
     let columns = stage.first().and_then(|weight| weight.shape().last()).copied();
@@ -129,8 +160,7 @@ fn quantize(
                 *weight += (SHARE * change) as f32;
             }
         });
-        let bits = widths.get(weight.name()).copied().unwrap_or(WeightBits::Four);
-        let matrix = round_for_output(&values, rows, columns, bits, &error)?;
+        let matrix = round_for_output(&values, rows, columns, width(weight.name()), &error)?;
         changed.push(Weight::from_f32(weight.name(), vec![rows, columns], matrix.values())?);
         matrices.insert(weight.name().to_owned(), matrix);
     }
