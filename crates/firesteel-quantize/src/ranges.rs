@@ -1,6 +1,8 @@
-use crate::weights::ColumnSizes;
+use crate::names::range_key;
+use crate::weights::{ColumnSizes, Importance};
 use crate::{Method, QuantizeError};
 use firesteel_artifact::FileHash;
+use firesteel_step::StepSpec;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -30,6 +32,8 @@ pub struct Ranges {
     /// The ranges are of the model whose norms have these sizes multiplied into their gains
     /// ([`with_columns`](crate::weights::with_columns)); empty for the model as it is.
     pub columns: ColumnSizes,
+    /// What matrices are multiplied with; empty when their weights are not to be rounded for it.
+    pub importance: Importance,
     /// The texts.
     pub texts: Vec<TextHash>,
     /// Tokens that were run.
@@ -83,6 +87,11 @@ pub struct ChannelPeak {
 }
 
 impl Ranges {
+    /// The mean square of each column of `value` of a graph of `spec`, where it is known.
+    pub fn importance(&self, value: &str, spec: &StepSpec) -> Option<&[f32]> {
+        self.importance.get(&range_key(value, spec)).map(Vec::as_slice)
+    }
+
     /// The file's text.
     ///
     /// # Errors
@@ -136,7 +145,8 @@ impl Ranges {
             serde_json::from_value(checkpoint).map_err(|error| format!("checkpoint: {error}"))?;
         let texts: Vec<TextHash> = serde_json::from_value(keys.value("texts")?)
             .map_err(|error| format!("texts: {error}"))?;
-        let columns = columns(keys.value("columns")?)?;
+        let columns = lists("columns", keys.value("columns")?, [1.0 / SIZE_LIMIT, SIZE_LIMIT])?;
+        let importance = lists("importance", keys.value("importance")?, [0.0, f32::MAX])?;
         let (tokens, sequence) = (keys.count("tokens")?, keys.count("sequence")?);
         let observer: Method = serde_json::from_value(keys.value("observer")?)
             .map_err(|error| format!("observer: {error}"))?;
@@ -149,7 +159,17 @@ impl Ranges {
             let range = TensorRange::parse(&name, tensor)?;
             tensors.insert(name, range);
         }
-        Ok(Self { tool_version, checkpoint, columns, texts, tokens, sequence, observer, tensors })
+        Ok(Self {
+            tool_version,
+            checkpoint,
+            columns,
+            importance,
+            texts,
+            tokens,
+            sequence,
+            observer,
+            tensors,
+        })
     }
 }
 
@@ -188,24 +208,25 @@ impl TensorRange {
     }
 }
 
-/// The sizes of columns, which are positive and keep gains in the range of f32.
-fn columns(json: Value) -> Result<ColumnSizes, String> {
-    let Value::Object(list) = json else { return Err("columns is not an object".into()) };
-    let size = |value: &Value| {
-        let size = value.as_f64().map(|size| size as f32);
-        size.filter(|size| (1.0 / SIZE_LIMIT..=SIZE_LIMIT).contains(size))
+/// Lists of numbers in a range, by name.
+fn lists(
+    key: &str,
+    json: Value,
+    [least, most]: [f32; 2],
+) -> Result<BTreeMap<String, Vec<f32>>, String> {
+    let Value::Object(list) = json else { return Err(format!("{key} is not an object")) };
+    let number = |value: &Value| {
+        let number = value.as_f64().map(|number| number as f32);
+        number.filter(|number| (least..=most).contains(number))
     };
-    let norm = |(name, sizes): (String, Value)| {
-        let sizes = sizes.as_array().map(|list| list.iter().map(size).collect());
-        match sizes {
-            Some(Some(sizes)) => Ok((name, sizes)),
-            _ => Err(format!(
-                "columns.{name} is no list of numbers from {:e} to {SIZE_LIMIT}",
-                1.0 / SIZE_LIMIT
-            )),
+    let entry = |(name, numbers): (String, Value)| {
+        let numbers = numbers.as_array().map(|list| list.iter().map(number).collect());
+        match numbers {
+            Some(Some(numbers)) => Ok((name, numbers)),
+            _ => Err(format!("{key}.{name} is no list of numbers from {least:e} to {most:e}")),
         }
     };
-    list.into_iter().map(norm).collect()
+    list.into_iter().map(entry).collect()
 }
 
 /// Largest size of a column, and one over the smallest.
@@ -364,7 +385,7 @@ mod tests {
     fn good() -> Value {
         serde_json::json!({
             "format": "firesteel-ranges", "version": 2, "tool_version": "0", "checkpoint": [],
-            "columns": {"norm": [0.25, 3.0]},
+            "columns": {"norm": [0.25, 3.0]}, "importance": {"x": [0.0, 2.0]},
             "texts": [{"name": "a.txt", "sha256": "00"}], "tokens": 3, "sequence": 3,
             "observer": "minmax",
             "tensors": {"x": {
@@ -380,6 +401,7 @@ mod tests {
         let ranges = Ranges::parse(good().to_string().as_bytes()).unwrap();
         assert_eq!(ranges.tensors["x"].range16, [-1.0, 2.0]);
         assert_eq!(ranges.columns["norm"], [0.25, 3.0]);
+        assert_eq!(ranges.importance["x"], [0.0, 2.0]);
         let again = Ranges::parse(&ranges.to_json().unwrap()).unwrap();
         assert_eq!(again, ranges);
     }
@@ -394,6 +416,7 @@ mod tests {
             ("/columns/norm", 3.into(), "columns.norm is no list of numbers from 1.5"),
             ("/columns/norm/1", 0.into(), "columns.norm is no list of numbers from 1.5"),
             ("/columns/norm/1", 1e9.into(), "columns.norm is no list of numbers from 1.5"),
+            ("/importance/x/0", (-1).into(), "importance.x is no list of numbers from 0e0"),
             ("/observer", "best".into(), "observer: unknown variant `best`"),
             ("/texts/0/name", 3.into(), "texts: invalid type"),
             ("/tokens", (-1).into(), "tokens is -1; a count is needed"),

@@ -9,7 +9,7 @@ use firesteel_artifact::{checkpoint_hashes, sha256};
 use firesteel_checkpoint::{Checkpoint, StagedFile};
 use firesteel_export::{Dialect, ExportOptions, Precision, build};
 use firesteel_generate::AddedTokens;
-use firesteel_quantize::weights::{ColumnSizes, column_sizes, with_columns};
+use firesteel_quantize::weights::{ColumnSizes, Importance, column_sizes, with_columns};
 use firesteel_quantize::{Calibrator, Method, QuantizeError, Ranges, TensorRange, TextHash};
 use firesteel_step::{CacheLayoutChoice, Logits, StepSpec};
 use serde::Serialize;
@@ -50,7 +50,8 @@ pub(crate) struct Calibrate {
     /// Form of the GELU activation
     #[arg(long, value_enum, default_value_t = GeluForm::Exact)]
     gelu: GeluForm,
-    /// Leave the columns of the matrices as they are, for comparisons
+    /// Leave the columns of the matrices as they are and have them rounded to nearest, for
+    /// comparisons
     #[arg(long)]
     plain: bool,
     /// How ranges are chosen
@@ -222,7 +223,7 @@ impl Calibrate {
             for ids in parts_of(&sequences) {
                 calibrator.run(ids, &mut |_| ())?;
             }
-            columns = column_sizes(checkpoint, &calibrator.channel_squares())?;
+            columns = column_sizes(checkpoint, &calibrator.importance())?;
             model = Some(with_columns(checkpoint, &columns)?);
         }
         let make = |tokens| make(model.as_ref(), tokens);
@@ -246,6 +247,7 @@ impl Calibrate {
             tool_version: env!("CARGO_PKG_VERSION").into(),
             checkpoint,
             columns,
+            importance: if self.plain { Importance::new() } else { calibrator.importance() },
             texts,
             tokens: calibrator.tokens(),
             sequence: longest as u64,

@@ -7,6 +7,10 @@ use std::collections::BTreeMap;
 /// after a norm are divided by it.
 pub type ColumnSizes = BTreeMap<String, Vec<f32>>;
 
+/// The mean square of each column of what matrices are multiplied with, by the name of that value in
+/// the ranges.
+pub type Importance = BTreeMap<String, Vec<f32>>;
+
 /// A norm, what it gives by its name in the step's graph, and the matrices that it is multiplied
 /// with: those whose size counts, and others.
 struct Normed<'a> {
@@ -45,8 +49,7 @@ fn normed(checkpoint: &Checkpoint) -> Vec<Normed<'_>> {
 /// scale a row fits them.
 ///
 /// A column's size is its root mean square over the rows of all matrices after the norm, each row
-/// taken relative to its own. Where `squares` has the Σx² of the columns of what a norm gives, by
-/// the name of that value, a column that meets more than others is left larger, because the error
+/// taken relative to its own. Where `importance` has what a norm gives, a column that meets more than others is left larger, because the error
 /// of its weights counts more: by a power of what it meets, as in activation-aware quantization
 /// (Lin et al., AWQ, 2024). Of a few powers the one is taken with which rounding to nearest makes
 /// the least noise in the matrices' outputs.
@@ -55,12 +58,12 @@ fn normed(checkpoint: &Checkpoint) -> Vec<Normed<'_>> {
 /// When a weight cannot be read.
 pub fn column_sizes(
     checkpoint: &Checkpoint,
-    squares: &BTreeMap<String, Vec<f64>>,
+    importance: &Importance,
 ) -> Result<ColumnSizes, WeightError> {
     let mut columns = ColumnSizes::new();
     for Normed { norm, value, sized, .. } in normed(checkpoint) {
         let mut sizes = sizes(&sized)?;
-        let met = squares.get(&value).filter(|met| met.len() == sizes.len());
+        let met = importance.get(&value).filter(|met| met.len() == sizes.len());
         if let Some(met) = met {
             let favours = favours(&sized, &sizes, met)?;
             sizes.iter_mut().zip(favours).for_each(|(size, favour)| *size /= favour);
@@ -142,12 +145,15 @@ fn sizes(weights: &[&Weight]) -> Result<Vec<f32>, WeightError> {
     Ok(sums.iter().map(size).collect())
 }
 
-/// By how much larger than the others each column is best left, when it meets a Σx² of `met` and
+/// By how much larger than the others each column is best left, when it meets a mean square of `met` and
 /// all are divided by their `sizes` first.
-fn favours(weights: &[&Weight], sizes: &[f32], met: &[f64]) -> Result<Vec<f32>, WeightError> {
+fn favours(weights: &[&Weight], sizes: &[f32], met: &[f32]) -> Result<Vec<f32>, WeightError> {
     // What the columns meet once they are equally large.
-    let met: Vec<f64> =
-        met.iter().zip(sizes).map(|(met, size)| met * f64::from(*size).powi(2)).collect();
+    let met: Vec<f64> = met
+        .iter()
+        .zip(sizes)
+        .map(|(met, size)| f64::from(*met) * f64::from(*size).powi(2))
+        .collect();
     let mut sorted = met.clone();
     sorted.sort_by(f64::total_cmp);
     let middle = sorted.get(sorted.len() / 2).copied().unwrap_or_default();

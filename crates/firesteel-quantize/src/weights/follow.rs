@@ -34,13 +34,16 @@ pub struct LayerOptions {
     pub layers: Range<usize>,
     /// Whether the head is rounded too, which needs all layers.
     pub head: bool,
+    /// Whether each matrix is rounded for what the matrices before it have become, and makes up for
+    /// a part of their errors. It takes a few times as long.
+    pub follow: bool,
 }
 
 /// The matrices of some layers of `model` with the widths that `width` says by their names: each is
-/// rounded with the Gram matrix of the inputs that it meets behind the matrices before it, which
-/// are integers already, after a change by which its output comes nearer to the one that it has
-/// behind the floats (Li et al., GPTAQ, 2025). `progress` is told the name of each matrix that is
-/// done.
+/// rounded with the Gram matrix of its inputs. To follow is to take the inputs that it meets behind
+/// the matrices before it, which are integers already, and to change it first so that its output
+/// comes nearer to the one that it has behind the floats (Li et al., GPTAQ, 2025). `progress` is
+/// told the name of each matrix that is done.
 ///
 /// Takes memory for one Gram matrix and the text's residual stream.
 ///
@@ -77,18 +80,33 @@ pub fn round_layers(
             stages.iter().filter_map(|group| group.first()).map(|weight| weight.name()).collect();
         let (after, wanted) = inputs(model, layer, &streams.float, options.sequence, &names)?;
         for (stage, name) in stages.into_iter().zip(&names) {
+            if !options.follow {
+                if let Some(met) = wanted.get(*name) {
+                    quantize(model, stage, (None, met), width, &mut matrices)?;
+                    stage.iter().for_each(|weight| progress(weight.name()));
+                }
+                continue;
+            }
             let (_, met) = inputs(&changed, layer, &streams.quantized, options.sequence, &[name])?;
             let (Some(wanted), Some(met)) = (wanted.get(*name), met.get(*name)) else { continue };
-            changed = quantize(&changed, stage, [wanted, met], width, &mut matrices)?;
+            changed = quantize(&changed, stage, (Some(wanted), met), width, &mut matrices)?;
             stage.iter().for_each(|weight| progress(weight.name()));
         }
-        streams.quantized = inputs(&changed, layer, &streams.quantized, options.sequence, &[])?.0;
+        if options.follow {
+            streams.quantized =
+                inputs(&changed, layer, &streams.quantized, options.sequence, &[])?.0;
+        }
         streams.float = after;
     }
     if let Some(head) = of_layers.next().filter(|_| options.head) {
-        let normed = |stream: &[f32]| normed(model, stream);
-        let (wanted, met) = (normed(&streams.float)?, normed(&streams.quantized)?);
-        quantize(&changed, head, [&wanted, &met], width, &mut matrices)?;
+        let wanted = normed(model, &streams.float)?;
+        match options.follow {
+            false => quantize(model, head, (None, &wanted), width, &mut matrices)?,
+            true => {
+                let met = normed(model, &streams.quantized)?;
+                quantize(&changed, head, (Some(&wanted), &met), width, &mut matrices)?
+            }
+        };
         head.iter().for_each(|weight| progress(weight.name()));
     }
     Ok(matrices)
@@ -130,11 +148,12 @@ fn normed(model: &Checkpoint, stream: &[f32]) -> Result<Vec<f32>, WeightError> {
     Ok(normed)
 }
 
-/// Rounds the matrices of a stage into `matrices`; returns the model that has them.
+/// Rounds the matrices of a stage, which meet `met`, into `matrices`; returns the model that has
+/// them. Where it is known, they make up for what is lost of the inputs `wanted`.
 fn quantize(
     model: &Checkpoint,
     stage: &[&Weight],
-    [wanted, met]: [&[f32]; 2],
+    (wanted, met): (Option<&[f32]>, &[f32]),
     width: &dyn Fn(&str) -> WeightBits,
     matrices: &mut BTreeMap<String, QuantizedMatrix>,
 ) -> Result<Arc<Checkpoint>, WeightError> {
@@ -143,23 +162,25 @@ fn quantize(
     let mut gram = Gram::new(columns)?;
     gram.observe(met)?;
     let error = OutputError::of_gram(&gram)?;
-    let lost = cross(wanted, met, columns);
+    let lost = wanted.map(|wanted| cross(wanted, met, columns));
     let mut changed = Vec::with_capacity(stage.len());
     for weight in stage {
         let (rows, _, mut values) = read(weight)?;
-        values.par_chunks_mut(columns.max(1)).for_each(|row| {
-            // What the row loses of the products of its output with the inputs.
-            let mut change = vec![0f64; columns];
-            for (weight, lost) in row.iter().zip(lost.chunks_exact(columns)) {
-                for (change, lost) in change.iter_mut().zip(lost) {
-                    *change += f64::from(*weight) * lost;
+        if let Some(lost) = &lost {
+            values.par_chunks_mut(columns.max(1)).for_each(|row| {
+                // What the row loses of the products of its output with the inputs.
+                let mut change = vec![0f64; columns];
+                for (weight, lost) in row.iter().zip(lost.chunks_exact(columns)) {
+                    for (change, lost) in change.iter_mut().zip(lost) {
+                        *change += f64::from(*weight) * lost;
+                    }
                 }
-            }
-            error.solve(&mut change);
-            for (weight, change) in row.iter_mut().zip(change) {
-                *weight += (SHARE * change) as f32;
-            }
-        });
+                error.solve(&mut change);
+                for (weight, change) in row.iter_mut().zip(change) {
+                    *weight += (SHARE * change) as f32;
+                }
+            });
+        }
         let matrix = round_for_output(&values, rows, columns, width(weight.name()), &error)?;
         changed.push(Weight::from_f32(weight.name(), vec![rows, columns], matrix.values())?);
         matrices.insert(weight.name().to_owned(), matrix);

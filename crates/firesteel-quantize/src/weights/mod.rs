@@ -14,7 +14,7 @@ mod output_error;
 mod plan;
 mod round;
 
-pub use equalize::{ColumnSizes, column_sizes, equalized, with_columns};
+pub use equalize::{ColumnSizes, Importance, column_sizes, equalized, with_columns};
 pub use follow::{LayerOptions, round_layers};
 pub use gram::Gram;
 pub use model::{ModelOptions, QuantizedModel, Widths, quantize_model};

@@ -135,6 +135,7 @@ pub fn quantize_model(
             sequence: options.sequence,
             layers: 0..model.layers().len(),
             head: true,
+            follow: true,
         };
         let width = |name: &str| plan.widths.get(name).copied().unwrap_or(WeightBits::Four);
         let matrices = round_layers(model, ids, &layers, &width, progress)?;

@@ -9,7 +9,7 @@ const CANDIDATES: usize = 4;
 /// Rows whose candidates fill the lanes.
 const TOGETHER: usize = LANES / CANDIDATES;
 /// Scales that are tried when the error of a row is that of its columns apart.
-const STEPS: usize = 32;
+const STEPS: usize = 64;
 /// How often the scale is fitted and the codes are gone through again.
 const FITS: usize = 2;
 /// How often all codes of a row are gone through with one scale.
@@ -88,15 +88,16 @@ fn rounded(weights: &[f64], scale: f32, bits: WeightBits) -> Vec<i8> {
     weights.iter().map(|weight| code(weight * inverse, largest) as i8).collect()
 }
 
-/// The scale of least Σ d (w − ŵ)² among some below the one that plain rounding takes, that one
+/// The scale of least Σ d (w − ŵ)² among some around the one that plain rounding takes, that one
 /// included, and then fitted to its codes as long as the error falls.
 fn search(weights: &[f64], sums: &[f64], bits: WeightBits) -> f32 {
     let largest = f64::from(bits.largest());
     let plain = weights.iter().fold(0f64, |most, weight| most.max(weight.abs())) / largest;
-    // Clipping pays where a step is coarse.
-    let shrink = match bits {
-        WeightBits::Four => 0.6,
-        WeightBits::Eight => 0.2,
+    // Clipping pays where a step is coarse. Where it is fine, the columns that count most can fall
+    // next to codes, with a scale above as well as below.
+    let [first, last] = match bits {
+        WeightBits::Four => [1.0, 0.4],
+        WeightBits::Eight => [1.15, 0.9],
     };
     // The error, and the scale that fits the codes best.
     let judge = |scale: f32| {
@@ -112,8 +113,9 @@ fn search(weights: &[f64], sums: &[f64], bits: WeightBits) -> f32 {
     };
     let mut best = stored(plain);
     let (mut error, mut fitted) = judge(best);
-    for step in 1..STEPS {
-        let scale = stored(plain * (1.0 - shrink * step as f64 / STEPS as f64));
+    for step in 0..STEPS {
+        let share = step as f64 / (STEPS - 1) as f64;
+        let scale = stored(plain * (first + (last - first) * share));
         let (other, fit) = judge(scale);
         if other < error {
             (best, error, fitted) = (scale, other, fit);

@@ -16,8 +16,8 @@ use firesteel_checkpoint::{Checkpoint, LayerWeights, ModelConfig};
 use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
 use firesteel_generate::AddedTokens;
 use firesteel_quantize::weights::{
-    Budget, LayerOptions, ModelOptions, QuantizedMatrix, WeightBits, Widths, equalized,
-    quantize_model, round_layers, round_nearest, with_columns,
+    Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, WeightBits, Widths,
+    equalized, quantize_model, round_for_output, round_layers, round_nearest, with_columns,
 };
 use firesteel_quantize::{
     KvFormat, MatrixPlan, Pair, Quantized, RangeSource, Ranges, Scheme, SchemeOptions, WeightWidth,
@@ -51,8 +51,8 @@ pub(crate) struct GraphArgs {
     /// and the last that fits counts
     #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept, requires = "scheme")]
     keep: Vec<(Pattern, WeightWidth)>,
-    /// Text files that the model reads to round its weights for what they meet [default: weights
-    /// are rounded to nearest]
+    /// Text files that the model reads to round its weights for what they meet together [default:
+    /// the scale of each row is searched for what --ranges say that its columns meet]
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "scheme")]
     text: Vec<PathBuf>,
     /// N ids all over the vocabulary instead of --text, for models without a tokenizer
@@ -148,6 +148,12 @@ fn kept(text: &str) -> Result<(Pattern, WeightWidth), String> {
 }
 
 impl GraphArgs {
+    /// What --keep says of a matrix.
+    fn kept(&self, name: &str) -> Option<WeightWidth> {
+        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| glob.matches(name));
+        fitting.next().map(|(_, width)| *width)
+    }
+
     /// Refuses options that say something about a graph where none is written.
     pub(super) fn refuse(&self) -> anyhow::Result<()> {
         let given = [
@@ -241,14 +247,22 @@ impl GraphRequest<'_> {
         let rounded = self.round(scheme, ranges.as_ref(), source, printer)?;
         let (step, export) = self.step(source, rounded.model.as_deref(), printer)?;
         let width = |name: &str| {
-            let mut fitting = args.keep.iter().rev().filter(|(glob, _)| glob.matches(name));
-            let kept = fitting.next().map(|(_, width)| *width);
-            kept.or_else(|| rounded.raised.contains(whole_name(name)).then_some(WeightWidth::Eight))
+            args.kept(name)
+                .or_else(|| rounded.raised.contains(whole_name(name)).then_some(WeightWidth::Eight))
         };
         let options = SchemeOptions { scheme, kv: args.kv.map(Kv::format), width: &width };
         let kv = options.kv()?;
         let plan = plan(&step, &options);
         check_patterns(&args.keep, &plan)?;
+        if let Some(folder) = &args.weights {
+            let narrow = |width| matches!(width, WeightWidth::Four | WeightWidth::Eight);
+            let absent = plan.iter().find(|matrix| {
+                narrow(matrix.width) && !rounded.matrices.contains_key(whole_name(&matrix.name))
+            });
+            if let Some(matrix) = absent {
+                bail!("{}: has no integers for {}", folder.display(), matrix.name);
+            }
+        }
         let known = match &ranges {
             Some(ranges) => RangeSource::Calibrated(ranges),
             None => RangeSource::Uncalibrated,
@@ -258,8 +272,17 @@ impl GraphRequest<'_> {
             let part = matrix.graph.checked_sub(1).and_then(|head| step.heads.get(head));
             let rows = part.map_or(0..matrix.rows, |head| head.rows.clone());
             match whole.filter(|whole| whole.bits == bits).and_then(|whole| slice(whole, rows)) {
-                Some(part) if part.columns == matrix.columns => Ok(part),
-                _ => round_nearest(values, matrix.rows, matrix.columns, bits),
+                Some(part) if part.columns == matrix.columns => return Ok(part),
+                _ => {}
+            }
+            let (rows, columns) = (matrix.rows, matrix.columns);
+            let met = ranges.as_ref().and_then(|known| known.importance(&matrix.input, &step.spec));
+            match met.filter(|met| met.len() == columns) {
+                Some(met) => {
+                    let error = OutputError::of_importance(met)?;
+                    round_for_output(values, rows, columns, bits, &error)
+                }
+                None => round_nearest(values, rows, columns, bits),
             }
         };
         let formats = (scheme.activations(), kv);
@@ -355,7 +378,7 @@ impl GraphRequest<'_> {
                 bail!("--scheme mixed needs --text, to learn which matrices make most noise");
             }
             if scheme.weights() == WeightWidth::Four {
-                printer.warn("weights of 4 bits are rounded to nearest; --text makes better ones");
+                printer.warn("--text makes better weights of 4 bits than a search of scales");
             }
             return Ok(rounded);
         }
@@ -372,32 +395,32 @@ impl GraphRequest<'_> {
             done += 1;
             bar.set(done, done);
         };
-        let (None, false) = (budget, args.quick) else {
-            let options = ModelOptions {
-                sequence: SEQUENCE,
-                widths: match budget {
-                    None => Widths::Same(bits),
-                    Some(Budget::Bits(bits)) => {
-                        Widths::Mixed(Budget::Bits(without_gates(bits, checkpoint)))
-                    }
-                    Some(budget) => Widths::Mixed(budget),
-                },
-                measured_tokens: if args.quick { 0 } else { MEASURED },
-                follow: !args.quick,
+        let Some(budget) = budget else {
+            let layers = layer_range(&args.step.layers, checkpoint.config())?;
+            let whole = layers == (0..checkpoint.config().num_layers());
+            let head = whole && !args.step.no_lm_head;
+            let options = LayerOptions { sequence: SEQUENCE, layers, head, follow: !args.quick };
+            let width = |name: &str| match args.kept(name) {
+                Some(WeightWidth::Four) => WeightBits::Four,
+                Some(WeightWidth::Eight) => WeightBits::Eight,
+                _ => bits,
             };
-            let known = quantize_model(&model, &ids, &options, &mut progress)?;
-            let raised = known.plan.widths.iter().filter(|(_, bits)| **bits == WeightBits::Eight);
-            if budget.is_some() {
-                rounded.raised = raised.map(|(name, _)| name.clone()).collect();
-            }
-            rounded.matrices = known.matrices;
+            rounded.matrices = round_layers(&model, &ids, &options, &width, &mut progress)?;
             return Ok(rounded);
         };
-        let layers = layer_range(&args.step.layers, checkpoint.config())?;
-        let whole = layers == (0..checkpoint.config().num_layers());
-        let head = whole && !args.step.no_lm_head;
-        let options = LayerOptions { sequence: SEQUENCE, layers, head };
-        rounded.matrices = round_layers(&model, &ids, &options, &|_| bits, &mut progress)?;
+        let options = ModelOptions {
+            sequence: SEQUENCE,
+            widths: Widths::Mixed(match budget {
+                Budget::Bits(bits) => Budget::Bits(without_gates(bits, checkpoint)),
+                Budget::Decibels(_) => budget,
+            }),
+            measured_tokens: if args.quick { 0 } else { MEASURED },
+            follow: !args.quick,
+        };
+        let known = quantize_model(&model, &ids, &options, &mut progress)?;
+        let raised = known.plan.widths.iter().filter(|(_, bits)| **bits == WeightBits::Eight);
+        rounded.raised = raised.map(|(name, _)| name.clone()).collect();
+        rounded.matrices = known.matrices;
         Ok(rounded)
     }
 
