@@ -1,6 +1,34 @@
 use super::{Gram, WeightError};
 use rayon::prelude::*;
 
+/// Share of the products of columns from which on they are believed at all.
+const LEAST: f64 = 0.1;
+
+/// The share of the products of two columns that is chance: with N rows a correlation r has the
+/// variance (1 − r²)² / N, so the best weight of the products is 1 − Σ (1 − r²)² / N Σ r² (Schäfer
+/// and Strimmer, 2005).
+fn chance(gram: &Gram, sums: &[f64]) -> f64 {
+    let rows = gram.rows() as f64;
+    let lines: Vec<[f64; 2]> = (0..sums.len())
+        .into_par_iter()
+        .map(|i| {
+            let (mut expected, mut found) = (0.0, 0.0);
+            for (j, sum) in sums.iter().enumerate().skip(i + 1) {
+                let both = sums[i] * sum;
+                if both > 0.0 {
+                    let square = (gram.at(i, j).powi(2) / both).min(1.0);
+                    expected += (1.0 - square).powi(2) / rows;
+                    found += square;
+                }
+            }
+            [expected, found]
+        })
+        .collect();
+    let [expected, found] =
+        lines.iter().fold([0.0, 0.0], |[a, b], [expected, found]| [a + expected, b + found]);
+    if found > 0.0 { (expected / found).clamp(0.0, 1.0) } else { 0.0 }
+}
+
 /// What is added to the diagonal, as a share of each column's own sum: inputs that were not in the
 /// text go together less than those that were.
 const DAMPING: f64 = 0.02;
@@ -74,7 +102,9 @@ impl OutputError {
         Self { form: Form::Diagonal(sums), unit: 1.0 }
     }
 
-    /// From what the matrix is multiplied with. Takes memory for five times the numbers of the
+    /// From what the matrix is multiplied with. How columns go together is believed as far as the
+    /// rows that were counted can tell it from chance; what is not counts each column by itself.
+    /// Takes memory for five times the numbers of the
     /// Gram matrix.
     ///
     /// # Errors
@@ -86,11 +116,15 @@ impl OutputError {
         if mean == 0.0 {
             return Ok(Self::diagonal(sums));
         }
+        let believed = 1.0 - chance(gram, &sums);
+        if believed < LEAST {
+            return Ok(Self::diagonal(sums));
+        }
         let mut order: Vec<usize> = (0..columns).collect();
         order.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]).then(a.cmp(b)));
         let damped = |i: usize, j: usize| {
             let sum = gram.at(i, j) / mean;
-            if i == j { sum * (1.0 + DAMPING) + FLOOR } else { sum }
+            if i == j { sum * (1.0 + DAMPING) + FLOOR } else { believed * sum }
         };
         let mut matrix = vec![0.0; columns * columns];
         // The Cholesky factor of M with its rows and columns reversed is R, reversed.

@@ -9,7 +9,7 @@ const CANDIDATES: usize = 4;
 /// Rows whose candidates fill the lanes.
 const TOGETHER: usize = LANES / CANDIDATES;
 /// Scales that are tried when the error of a row is that of its columns apart.
-const STEPS: usize = 64;
+const STEPS: usize = 96;
 /// How often the scale is fitted and the codes are gone through again.
 const FITS: usize = 2;
 /// How often all codes of a row are gone through with one scale.
@@ -97,7 +97,7 @@ fn search(weights: &[f64], sums: &[f64], bits: WeightBits) -> f32 {
     // next to codes, with a scale above as well as below.
     let [first, last] = match bits {
         WeightBits::Four => [1.0, 0.4],
-        WeightBits::Eight => [1.15, 0.9],
+        WeightBits::Eight => [1.25, 0.95],
     };
     // The error, and the scale that fits the codes best.
     let judge = |scale: f32| {
