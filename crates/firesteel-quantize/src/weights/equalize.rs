@@ -215,3 +215,72 @@ const POWERS: usize = 17;
 
 /// Rows of a matrix that decide.
 const ROWS: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::{WeightBits, round_nearest};
+    use firesteel_checkpoint::{RandomWeights, preset};
+    use firesteel_tensor::DType;
+
+    fn model() -> Checkpoint {
+        let mut config = preset("spark-x2.5-1.7b").unwrap().with_layers(1).unwrap();
+        (config.hidden_size, config.intermediate_size, config.vocab_size) = (256, 64, 64);
+        let weights = RandomWeights { dtype: DType::F32, seed: 3, outliers: false };
+        Checkpoint::random(config, weights)
+    }
+
+    /// Noise of the rounded matrix in its output over the signal, when columns meet `met`.
+    fn noise(model: &Checkpoint, met: &[f32]) -> f64 {
+        let layer = &model.layers()[0];
+        let columns = met.len();
+        let (mut gains, mut values) = (vec![0f32; columns], vec![0f32; layer.qkv.element_count()]);
+        layer.input_norm.read_f32(0, &mut gains).unwrap();
+        layer.qkv.read_f32(0, &mut values).unwrap();
+        let rows = values.len() / columns;
+        let rounded = round_nearest(&values, rows, columns, WeightBits::Eight).unwrap().values();
+        let output = |of: &dyn Fn(usize) -> f32| -> f64 {
+            let element = |i: usize| {
+                f64::from(of(i) * gains[i % columns]).powi(2) * f64::from(met[i % columns])
+            };
+            (0..values.len()).map(element).sum()
+        };
+        output(&|i| values[i] - rounded[i]) / output(&|i| values[i])
+    }
+
+    #[test]
+    fn columns_that_meet_more_are_rounded_finer() {
+        let model = model();
+        // Before the gains of the norm, and behind them.
+        let mut met = vec![1f32; 256];
+        (met[7], met[100]) = (900.0, 2500.0);
+        let mut gains = vec![0f32; 256];
+        model.layers()[0].input_norm.read_f32(0, &mut gains).unwrap();
+        let behind: Vec<f32> =
+            met.iter().zip(&gains).map(|(met, gain)| met * gain * gain).collect();
+        let importance = Importance::from([("layers.0.attention.norm".to_owned(), behind)]);
+        let columns = column_sizes(&model, &importance).unwrap();
+        assert_eq!(columns.len(), 3);
+        let sizes = &columns[model.layers()[0].input_norm.name()];
+        let others = sizes[8];
+        assert!(sizes[7] < 0.8 * others && sizes[100] < sizes[7], "{} {}", sizes[7], sizes[100]);
+        let sized = noise(&with_columns(&model, &columns).unwrap(), &met);
+        let equal = noise(&equalized(&model).unwrap(), &met);
+        assert!(sized < 0.6 * equal, "{sized} {equal}");
+    }
+
+    #[test]
+    fn sizes_of_another_model_are_refused() {
+        let model = model();
+        let norm = model.layers()[0].input_norm.name().to_owned();
+        let error = |columns: ColumnSizes| with_columns(&model, &columns).unwrap_err().to_string();
+        assert_eq!(
+            error([(norm.clone(), vec![1.0; 3])].into()),
+            format!("{norm} has 256 columns, and there are sizes for 3; calibrate again")
+        );
+        assert_eq!(
+            error([("other".to_owned(), vec![1.0; 256])].into()),
+            "the model has no norm other, for which there are column sizes; calibrate again"
+        );
+    }
+}

@@ -266,18 +266,43 @@ fn cholesky(a: &mut [f64], n: usize) -> Result<(), usize> {
 mod tests {
     use super::*;
 
-    fn gram(columns: usize, rows: usize) -> Gram {
+    /// Inputs of which a part is `shared` by the columns of a row.
+    fn gram(columns: usize, rows: usize, shared: f32) -> Gram {
         let mut gram = Gram::new(columns).unwrap();
-        let value = |i: usize| (((i * 7919 + 13) % 1009) as f32 / 504.5 - 1.0).powi(3);
-        let inputs: Vec<f32> = (0..columns * rows).map(value).collect();
+        let value = |i: usize| {
+            let hash = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let hash = (hash ^ (hash >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            (hash >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        let own = (0..columns * rows).map(value).enumerate();
+        let inputs: Vec<f32> =
+            own.map(|(i, own)| own + shared * value(columns * rows + i / columns)).collect();
         gram.observe(&inputs).unwrap();
         gram
     }
 
     #[test]
+    fn what_may_be_chance_is_not_believed() {
+        let diagonal = |columns, rows, shared| {
+            let error = OutputError::of_gram(&gram(columns, rows, shared)).unwrap();
+            matches!(error.form, Form::Diagonal(_))
+        };
+        assert!(diagonal(96, 48, 0.0), "half as many rows as columns tell nothing of chance");
+        assert!(diagonal(96, 960, 0.0));
+        assert!(!diagonal(96, 48, 1.0));
+        let share = |rows, shared| {
+            let gram = gram(96, rows, shared);
+            chance(&gram, &gram.diagonal())
+        };
+        assert!(share(48, 0.0) > 0.9, "{}", share(48, 0.0));
+        assert!(share(48, 1.0) < 0.1, "{}", share(48, 1.0));
+        assert!(share(960, 0.3) < 0.5 * share(96, 0.3));
+    }
+
+    #[test]
     fn the_factor_gives_the_form_back() {
         for columns in [1, 2, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL + 3, TILE + PANEL + 70] {
-            let gram = gram(columns, 2 * columns);
+            let gram = gram(columns, 2 * columns + 2, 2.0);
             let error = OutputError::of_gram(&gram).unwrap();
             assert_eq!(error.columns(), columns);
             let Form::Full(full) = &error.form else { unreachable!() };
