@@ -1,12 +1,11 @@
 use super::{Gram, WeightError};
 use rayon::prelude::*;
 
-/// Share of the products of columns from which on they are believed at all.
-const LEAST: f64 = 0.1;
+/// The most that the products of columns may owe to chance for them to be used.
+const MOST_CHANCE: f64 = 0.5;
 
-/// The share of the products of two columns that is chance: with N rows a correlation r has the
-/// variance (1 − r²)² / N, so the best weight of the products is 1 − Σ (1 − r²)² / N Σ r² (Schäfer
-/// and Strimmer, 2005).
+/// The share of the squared correlations of columns that is chance: with N rows a correlation r has
+/// the variance (1 − r²)² / N, and the share is Σ (1 − r²)² / N Σ r² (Schäfer and Strimmer, 2005).
 fn chance(gram: &Gram, sums: &[f64]) -> f64 {
     let rows = gram.rows() as f64;
     let lines: Vec<[f64; 2]> = (0..sums.len())
@@ -102,8 +101,8 @@ impl OutputError {
         Self { form: Form::Diagonal(sums), unit: 1.0 }
     }
 
-    /// From what the matrix is multiplied with. How columns go together is believed as far as the
-    /// rows that were counted can tell it from chance; what is not counts each column by itself.
+    /// From what the matrix is multiplied with. When too few rows were counted to tell from
+    /// chance how columns go together, each counts by itself.
     /// Takes memory for five times the numbers of the
     /// Gram matrix.
     ///
@@ -116,15 +115,14 @@ impl OutputError {
         if mean == 0.0 {
             return Ok(Self::diagonal(sums));
         }
-        let believed = 1.0 - chance(gram, &sums);
-        if believed < LEAST {
+        if chance(gram, &sums) > MOST_CHANCE {
             return Ok(Self::diagonal(sums));
         }
         let mut order: Vec<usize> = (0..columns).collect();
         order.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]).then(a.cmp(b)));
         let damped = |i: usize, j: usize| {
             let sum = gram.at(i, j) / mean;
-            if i == j { sum * (1.0 + DAMPING) + FLOOR } else { believed * sum }
+            if i == j { sum * (1.0 + DAMPING) + FLOOR } else { sum }
         };
         let mut matrix = vec![0.0; columns * columns];
         // The Cholesky factor of M with its rows and columns reversed is R, reversed.
@@ -289,6 +287,7 @@ mod tests {
         };
         assert!(diagonal(96, 48, 0.0), "half as many rows as columns tell nothing of chance");
         assert!(diagonal(96, 960, 0.0));
+        assert!(!diagonal(96, 960, 0.5));
         assert!(!diagonal(96, 48, 1.0));
         let share = |rows, shared| {
             let gram = gram(96, rows, shared);
