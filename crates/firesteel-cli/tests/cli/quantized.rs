@@ -68,7 +68,7 @@ fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
             assert!(number(layer, "/snr/db") > 36.0, "{layer}");
         }
         let command = ["check", argument(&out), "--against", argument(&tiny), "--text", HELD_OUT];
-        let runners = ["--runner", "ort", "--tokens", "400", "--min-snr", "36"];
+        let runners = ["--runner", "ort", "--tokens", "1600", "--min-snr", "36"];
         let check = json(&[&command[..], &runners].concat());
         assert_eq!(check["passed"], true, "{check}");
         results.push((number(&check, "/text/logits/db"), number(&check, "/text/top1")));
