@@ -50,6 +50,9 @@ pub struct CheckReport {
     pub min_snr: f64,
     /// The first output (logits or hidden state) over all steps.
     pub output: Snr,
+    /// What the layers add to the hidden state that enters them, over all steps; `None` with a
+    /// head. The hidden state itself may be large, and then hides how wrong a layer is.
+    pub added: Option<Snr>,
     /// New keys and values over all steps and layers.
     pub entries: Snr,
     /// Agreement of the distributions; `None` without a head.
@@ -223,6 +226,7 @@ pub fn compare(
         let x = rows(feed, chunk, position)?;
         let (left, right) = (a.step(&x)?, b.step(&x)?);
         tally.add(position, (&a.spec, &left), (&b.spec, &right))?;
+        tally.add_hidden(&x, (&a.spec, &left), (&b.spec, &right))?;
     }
     let greedy = greedy(&mut a, &mut b, feed, ids, options)?;
     Ok(tally.report(&a, &b, count, greedy))
@@ -273,6 +277,7 @@ struct Tally<'a> {
     options: &'a CheckOptions,
     vocabulary: usize,
     output: SnrMeter,
+    added: Option<SnrMeter>,
     hidden: Vec<Option<SnrMeter>>,
     keys: Vec<SnrMeter>,
     values: Vec<SnrMeter>,
@@ -288,6 +293,7 @@ impl<'a> Tally<'a> {
             options,
             vocabulary: spec.vocab_size,
             output: SnrMeter::default(),
+            added: None,
             hidden: vec![None; layers],
             keys: vec![SnrMeter::default(); layers],
             values: vec![SnrMeter::default(); layers],
@@ -348,6 +354,23 @@ impl<'a> Tally<'a> {
         Ok(())
     }
 
+    /// Compares what was added to `x`, where the steps end with the hidden state.
+    fn add_hidden(
+        &mut self,
+        x: &[f32],
+        (spec, reference): (&StepSpec, &StepOutputs),
+        (test_spec, test): (&StepSpec, &StepOutputs),
+    ) -> Result<(), CheckError> {
+        let hidden = (reference.get(spec, Role::Hidden), test.get(test_spec, Role::Hidden));
+        let (Some(left), Some(right)) = hidden else { return Ok(()) };
+        let added = |view| -> Result<Vec<f32>, CheckError> {
+            Ok(values(view)?.iter().zip(x).map(|(after, before)| after - before).collect())
+        };
+        let meter = self.added.get_or_insert_with(SnrMeter::default);
+        meter.add(&added(left.view())?, &added(right.view())?);
+        Ok(())
+    }
+
     fn report(
         self,
         a: &Side<'_>,
@@ -380,6 +403,7 @@ impl<'a> Tally<'a> {
             tokens_per_step: a.spec.tokens,
             min_snr: bar,
             output,
+            added: self.added.map(|meter| meter.snr()),
             entries,
             logits: LogitsReport::of(&self.differences, self.options.tie_margin),
             greedy,

@@ -67,6 +67,13 @@ pub enum Progress<'a> {
         /// Most memory used so far, in bytes.
         memory: u64,
     },
+    /// The part is compiled.
+    Done {
+        /// Time that it took on this machine.
+        time: Duration,
+        /// Most memory that the compiler used, in bytes.
+        memory: u64,
+    },
 }
 
 /// Largest graph, by its constants, and largest binary: offsets in a session are signed 32-bit
@@ -285,6 +292,7 @@ impl PartJob<'_> {
             Ok(outcome) => {
                 self.check_size(staged.path(), &outcome)?;
                 staged.commit()?;
+                report(Progress::Done { time: outcome.time, memory: outcome.peak_memory });
                 return Ok(());
             }
             Err(error) => error,
@@ -487,6 +495,7 @@ fn share(
         let problem = format!("{} binaries were written instead of one", outcome.binaries.len());
         return Err(CompileError::Content { file: folder.path().to_owned(), problem });
     };
+    report(Progress::Done { time: outcome.time, memory: outcome.peak_memory });
     let bytes = fs::metadata(folder.path().join(binary))?.len();
     take(&folder.path().join(binary), &out.join(binary))?;
     let mut contexts = Vec::new();

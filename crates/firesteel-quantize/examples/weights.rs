@@ -15,6 +15,7 @@ use firesteel_checkpoint::{Checkpoint, preset};
 use firesteel_quantize::weights::{
     Budget, ModelOptions, WeightBits, Widths, equalized, quantize_model,
 };
+use std::sync::Arc;
 use support::{
     SEQUENCE, decibels, fidelity, golden_tokens, layer_decibels, outliers, path, plainly_rounded,
     random_tokens, spark_tiny, tokens,
@@ -63,7 +64,9 @@ fn main() {
     ];
     for (name, widths, follow) in cases {
         let options = ModelOptions { sequence: SEQUENCE, widths, measured_tokens: 1024, follow };
-        let quantized = quantize_model(&model, &ids, &options, &mut |_| {}).unwrap();
+        let quantized =
+            quantize_model(&Arc::new(equalized(&model).unwrap()), &ids, &options, &mut |_| {})
+                .unwrap();
         let bits = format!("{:.3}", quantized.plan.bits);
         row(name, &bits, &quantized.widened().unwrap());
     }
@@ -82,7 +85,13 @@ fn layer() {
         measured_tokens: 0,
         follow: false,
     };
-    let quantized = quantize_model(&model, &random_tokens(4096, 1), &options, &mut |_| {}).unwrap();
+    let quantized = quantize_model(
+        &Arc::new(equalized(&model).unwrap()),
+        &random_tokens(4096, 1),
+        &options,
+        &mut |_| {},
+    )
+    .unwrap();
     let four = layer_decibels(&model, &quantized.widened().unwrap(), &test);
     println!("{:34} {four:7.2} dB", "each for its inputs");
 }

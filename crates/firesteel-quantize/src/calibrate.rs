@@ -1,8 +1,9 @@
 use crate::names::range_key;
+use crate::weights::Importance;
 use crate::{ChannelPeak, Method, Observer, QuantizeError, TensorRange};
 use firesteel_graph::{Evaluator, Graph, Op, ValueId};
 use firesteel_step::{Embedding, KvState, Role, StepOutputs, StepSpec};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Channels that a range lists.
 const PEAKS: usize = 8;
@@ -21,6 +22,8 @@ pub struct Calibrator<'a> {
     chunk: usize,
     stages: HashMap<usize, Stage>,
     observers: BTreeMap<String, Observer>,
+    /// Names of the values that matrices are multiplied with.
+    multiplied: BTreeSet<String>,
     tokens: u64,
 }
 
@@ -47,6 +50,7 @@ impl<'a> Calibrator<'a> {
             chunk: chunk.max(1),
             stages: HashMap::new(),
             observers: BTreeMap::new(),
+            multiplied: BTreeSet::new(),
             tokens: 0,
         }
     }
@@ -64,6 +68,9 @@ impl<'a> Calibrator<'a> {
                 std::collections::hash_map::Entry::Vacant(entry) => {
                     let (graph, spec) = (self.make)(part.len())?;
                     let watched = watched(&graph, &spec);
+                    let inputs = graph.nodes().iter().filter(|node| node.op == Op::Gemm);
+                    let names = inputs.map(|node| &graph.value(node.inputs[0]).name);
+                    self.multiplied.extend(names.map(|name| range_key(name, &spec)));
                     entry.insert(Stage { evaluator: Evaluator::new(graph)?, spec, watched })
                 }
             };
@@ -95,6 +102,19 @@ impl<'a> Calibrator<'a> {
     /// Tokens that were run.
     pub fn tokens(&self) -> u64 {
         self.tokens
+    }
+
+    /// The mean square of each column of what matrices are multiplied with, by the name of that
+    /// value, to three digits.
+    pub fn importance(&self) -> Importance {
+        let multiplied = self.observers.iter().filter(|(name, _)| self.multiplied.contains(*name));
+        let squares = multiplied.map(|(name, observer)| {
+            let squares = observer.channel_squares();
+            let rows = observer.count() / squares.len().max(1) as u64;
+            let mean = |sum: &f64| three_digits(sum / rows.max(1) as f64);
+            (name.clone(), squares.iter().map(mean).collect())
+        });
+        squares.collect()
     }
 
     /// The ranges that `method` chooses.
@@ -133,6 +153,11 @@ impl<'a> Calibrator<'a> {
     }
 }
 
+/// A number whose text is short.
+fn three_digits(value: f64) -> f32 {
+    format!("{value:.2e}").parse().unwrap_or(value as f32)
+}
+
 /// The values that can need a range: what a node computes, the embeddings, and the new entries of
 /// the caches. What only moves elements has the range of its input.
 fn watched(graph: &Graph, spec: &StepSpec) -> HashMap<ValueId, Watched> {
@@ -166,6 +191,10 @@ fn watched(graph: &Graph, spec: &StepSpec) -> HashMap<ValueId, Watched> {
             let masked = node.op == Op::Add && node.inputs.iter().any(|id| is_mask(*id));
             let floor = if masked { f64::from(spec.mask_value) / 2.0 } else { f64::NEG_INFINITY };
             watch(node.outputs[0], floor);
+        }
+        if node.op == Op::Gemm {
+            // Which columns count may show only after the elements have moved.
+            watch(node.inputs[0], f64::NEG_INFINITY);
         }
     }
     watched

@@ -21,7 +21,7 @@ pub use plan::{
     Activations, KvFormat, MatrixPlan, Rounding, Scheme, SchemeOptions, WeightWidth, plan,
 };
 pub use ranges::{ChannelPeak, RANGES_VERSION, Ranges, TensorRange, TextHash};
-pub use rewrite::{Quantized, RangeSource, quantize};
+pub use rewrite::{Quantized, RangeSource, quantize, stored_matrices};
 
 use firesteel_artifact::ArtifactError;
 use firesteel_export::ExportError;

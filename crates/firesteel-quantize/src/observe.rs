@@ -45,6 +45,8 @@ pub struct Observer {
     histogram: Histogram,
     /// Largest magnitude of each channel; empty when they are not kept apart.
     channels: Vec<f32>,
+    /// Σx² of each channel.
+    squares: Vec<f64>,
 }
 
 /// Counts of equally wide bins over [−2^e, 2^e). A wider one is made by joining neighbours, so the
@@ -66,6 +68,7 @@ impl Observer {
             largest_row_square: 0.0,
             histogram: Histogram { exponent: -24, counts: vec![0; 2 * HALF] },
             channels: vec![0.0; channels],
+            squares: vec![0.0; channels],
         }
     }
 
@@ -77,6 +80,9 @@ impl Observer {
             self.largest_row_square = self.largest_row_square.max(square);
             for (magnitude, x) in self.channels.iter_mut().zip(row) {
                 *magnitude = magnitude.max(x.abs() as f32);
+            }
+            for (sum, x) in self.squares.iter_mut().zip(row) {
+                *sum += x * x;
             }
         }
         for &x in values.iter().filter(|x| **x >= floor || x.is_nan()) {
@@ -114,6 +120,11 @@ impl Observer {
     /// Largest magnitude of each channel.
     pub fn channels(&self) -> &[f32] {
         &self.channels
+    }
+
+    /// Σx² of each channel.
+    pub fn channel_squares(&self) -> &[f64] {
+        &self.squares
     }
 
     /// The range that `method` chooses for integers of `bits` bits; it contains 0.

@@ -1,5 +1,8 @@
+use crate::names::range_key;
+use crate::weights::{ColumnSizes, Importance};
 use crate::{Method, QuantizeError};
 use firesteel_artifact::FileHash;
+use firesteel_step::StepSpec;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -8,7 +11,7 @@ use std::io::Read;
 use std::path::Path;
 
 /// Version of the file's layout that is written and read.
-pub const RANGES_VERSION: u32 = 1;
+pub const RANGES_VERSION: u32 = 2;
 
 /// Value of the file's first key.
 const FORMAT: &str = "firesteel-ranges";
@@ -26,9 +29,11 @@ pub struct Ranges {
     pub tool_version: String,
     /// Files with the checkpoint's weights.
     pub checkpoint: Vec<FileHash>,
-    /// Whether they are of the model whose columns are made equally large
-    /// ([`equalized`](crate::weights::equalized)): its norms have other values.
-    pub equalized: bool,
+    /// The ranges are of the model whose norms have these sizes multiplied into their gains
+    /// ([`with_columns`](crate::weights::with_columns)); empty for the model as it is.
+    pub columns: ColumnSizes,
+    /// What matrices are multiplied with; empty when their weights are not to be rounded for it.
+    pub importance: Importance,
     /// The texts.
     pub texts: Vec<TextHash>,
     /// Tokens that were run.
@@ -82,6 +87,11 @@ pub struct ChannelPeak {
 }
 
 impl Ranges {
+    /// The mean square of each column of `value` of a graph of `spec`, where it is known.
+    pub fn importance(&self, value: &str, spec: &StepSpec) -> Option<&[f32]> {
+        self.importance.get(&range_key(value, spec)).map(Vec::as_slice)
+    }
+
     /// The file's text.
     ///
     /// # Errors
@@ -135,7 +145,8 @@ impl Ranges {
             serde_json::from_value(checkpoint).map_err(|error| format!("checkpoint: {error}"))?;
         let texts: Vec<TextHash> = serde_json::from_value(keys.value("texts")?)
             .map_err(|error| format!("texts: {error}"))?;
-        let equalized = keys.flag("equalized")?;
+        let columns = lists("columns", keys.value("columns")?, [1.0 / SIZE_LIMIT, SIZE_LIMIT])?;
+        let importance = lists("importance", keys.value("importance")?, [0.0, f32::MAX])?;
         let (tokens, sequence) = (keys.count("tokens")?, keys.count("sequence")?);
         let observer: Method = serde_json::from_value(keys.value("observer")?)
             .map_err(|error| format!("observer: {error}"))?;
@@ -148,7 +159,17 @@ impl Ranges {
             let range = TensorRange::parse(&name, tensor)?;
             tensors.insert(name, range);
         }
-        Ok(Self { tool_version, checkpoint, equalized, texts, tokens, sequence, observer, tensors })
+        Ok(Self {
+            tool_version,
+            checkpoint,
+            columns,
+            importance,
+            texts,
+            tokens,
+            sequence,
+            observer,
+            tensors,
+        })
     }
 }
 
@@ -187,6 +208,30 @@ impl TensorRange {
     }
 }
 
+/// Lists of numbers in a range, by name.
+fn lists(
+    key: &str,
+    json: Value,
+    [least, most]: [f32; 2],
+) -> Result<BTreeMap<String, Vec<f32>>, String> {
+    let Value::Object(list) = json else { return Err(format!("{key} is not an object")) };
+    let number = |value: &Value| {
+        let number = value.as_f64().map(|number| number as f32);
+        number.filter(|number| (least..=most).contains(number))
+    };
+    let entry = |(name, numbers): (String, Value)| {
+        let numbers = numbers.as_array().map(|list| list.iter().map(number).collect());
+        match numbers {
+            Some(Some(numbers)) => Ok((name, numbers)),
+            _ => Err(format!("{key}.{name} is no list of numbers from {least:e} to {most:e}")),
+        }
+    };
+    list.into_iter().map(entry).collect()
+}
+
+/// Largest size of a column, and one over the smallest.
+const SIZE_LIMIT: f32 = 65536.0;
+
 /// Magnitude that no range may exceed: its square is still a number.
 const MAGNITUDE_LIMIT: f64 = 1e150;
 
@@ -217,11 +262,6 @@ impl Keys {
             Value::String(text) => Ok(text),
             _ => Err(format!("{} is not a string", self.place(key))),
         }
-    }
-
-    fn flag(&mut self, key: &str) -> Result<bool, String> {
-        let value = self.value(key)?;
-        value.as_bool().ok_or_else(|| format!("{} is {value}; true or false is", self.place(key)))
     }
 
     fn count(&mut self, key: &str) -> Result<u64, String> {
@@ -344,7 +384,8 @@ mod tests {
 
     fn good() -> Value {
         serde_json::json!({
-            "format": "firesteel-ranges", "version": 1, "tool_version": "0", "checkpoint": [], "equalized": true,
+            "format": "firesteel-ranges", "version": 2, "tool_version": "0", "checkpoint": [],
+            "columns": {"norm": [0.25, 3.0]}, "importance": {"x": [0.0, 2.0]},
             "texts": [{"name": "a.txt", "sha256": "00"}], "tokens": 3, "sequence": 3,
             "observer": "minmax",
             "tensors": {"x": {
@@ -359,6 +400,8 @@ mod tests {
     fn what_is_written_is_read() {
         let ranges = Ranges::parse(good().to_string().as_bytes()).unwrap();
         assert_eq!(ranges.tensors["x"].range16, [-1.0, 2.0]);
+        assert_eq!(ranges.columns["norm"], [0.25, 3.0]);
+        assert_eq!(ranges.importance["x"], [0.0, 2.0]);
         let again = Ranges::parse(&ranges.to_json().unwrap()).unwrap();
         assert_eq!(again, ranges);
     }
@@ -368,7 +411,12 @@ mod tests {
         let huge = vec![serde_json::json!({"channel": 0, "magnitude": 0.0}); CHANNEL_LIMIT + 1];
         let cases: Vec<(&str, Value, &str)> = vec![
             ("/format", "other".into(), "format is \"other\""),
-            ("/version", 2.into(), "version is 2; this program reads 1; calibrate again"),
+            ("/version", 1.into(), "version is 1; this program reads 2; calibrate again"),
+            ("/columns", true.into(), "columns is not an object"),
+            ("/columns/norm", 3.into(), "columns.norm is no list of numbers from 1.5"),
+            ("/columns/norm/1", 0.into(), "columns.norm is no list of numbers from 1.5"),
+            ("/columns/norm/1", 1e9.into(), "columns.norm is no list of numbers from 1.5"),
+            ("/importance/x/0", (-1).into(), "importance.x is no list of numbers from 0e0"),
             ("/observer", "best".into(), "observer: unknown variant `best`"),
             ("/texts/0/name", 3.into(), "texts: invalid type"),
             ("/tokens", (-1).into(), "tokens is -1; a count is needed"),

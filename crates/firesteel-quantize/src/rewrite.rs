@@ -8,15 +8,16 @@
 use crate::calibrate::moves;
 use crate::names::range_key;
 use crate::plan::{graphs, is_gate};
-use crate::weights::WeightBits;
+use crate::weights::{QuantizedMatrix, WeightBits};
 use crate::{Activations, KvFormat, MatrixPlan, QuantizeError, Ranges, Rounding, WeightWidth};
 use firesteel_artifact::QuantizedWeight;
 use firesteel_export::{Dialect, ExportError, HeadGraph, StepGraphs, WideTensors, lint};
 use firesteel_graph::{Constant, Graph, Node, Op, ValueId};
 use firesteel_step::{Encoding, PortEncoding, Role, StepSpec};
-use firesteel_tensor::{DType, Tensor, read_f32};
+use firesteel_tensor::{Buffer, DType, Tensor};
 use rayon::prelude::*;
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 
 /// Where ranges come from.
 #[derive(Debug, Clone, Copy)]
@@ -192,25 +193,53 @@ impl Matrix {
     }
 }
 
-/// All elements of a constant.
-fn constant_f32(graph: &Graph, id: ValueId) -> Result<Vec<f32>, QuantizeError> {
+/// A constant in memory.
+fn constant(graph: &Graph, id: ValueId) -> Result<Cow<'_, Tensor>, QuantizeError> {
     let value = graph.value(id);
     let problem = |problem: String| QuantizeError::Graph { node: value.name.clone(), problem };
-    let made;
-    let bytes = match graph.constant(id) {
-        Some(Constant::Tensor(tensor)) => tensor.bytes(),
+    match graph.constant(id) {
+        Some(Constant::Tensor(tensor)) => Ok(Cow::Borrowed(tensor)),
         Some(Constant::Source(source)) => {
             let length = value.dtype.byte_count(&value.shape).unwrap_or_default();
             let mut bytes = vec![0; length];
             source.write(0, &mut bytes).map_err(problem)?;
-            made = bytes;
-            &made
+            let bytes = Buffer::from(&bytes[..]);
+            Ok(Cow::Owned(Tensor::from_buffer(value.dtype, value.shape.clone(), bytes)?))
         }
-        None => return Err(problem("is not a constant".into())),
-    };
-    let mut values = vec![0f32; value.shape.iter().product()];
-    read_f32(value.dtype, bytes, &mut values)?;
-    Ok(values)
+        None => Err(problem("is not a constant".into())),
+    }
+}
+
+/// All elements of a constant.
+fn constant_f32(graph: &Graph, id: ValueId) -> Result<Vec<f32>, QuantizeError> {
+    Ok(constant(graph, id)?.view().to_f32()?.into_owned())
+}
+
+/// The matrices of 4 and 8 bits with a scale a row in a quantized graph, by name.
+///
+/// # Errors
+/// When a constant cannot be read.
+pub fn stored_matrices(graph: &Graph) -> Result<BTreeMap<String, QuantizedMatrix>, QuantizeError> {
+    let mut matrices = BTreeMap::new();
+    for node in graph.nodes().iter().filter(|n| n.op == Op::DequantizeLinear { axis: Some(0) }) {
+        let &[codes, scales, ..] = &node.inputs[..] else { continue };
+        let value = graph.value(codes);
+        let (&[rows, columns], Some(_)) = (&value.shape[..], graph.constant(codes)) else {
+            continue;
+        };
+        let bits = match value.dtype {
+            DType::I4 => WeightBits::Four,
+            DType::I8 => WeightBits::Eight,
+            _ => continue,
+        };
+        let largest = i32::from(bits.largest());
+        let code = |code: &i32| (*code).clamp(-largest, largest) as i8;
+        let codes = constant(graph, codes)?.view().to_i32()?.iter().map(code).collect();
+        let scales = constant_f32(graph, scales)?;
+        let matrix = QuantizedMatrix { bits, rows, columns, codes, scales };
+        matrices.insert(value.name.clone(), matrix);
+    }
+    Ok(matrices)
 }
 
 /// Zero point 0, for magnitudes up to `magnitude`.

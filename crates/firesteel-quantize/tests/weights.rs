@@ -11,13 +11,15 @@ use firesteel_quantize::weights::{
     Budget, ModelOptions, QuantizedMatrix, WeightBits, WeightError, Widths, equalized,
     quantize_model,
 };
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use support::{
     SEQUENCE, decibels, fidelity, layer_decibels, outliers, plainly_rounded, random_tokens,
     spark_tiny, tokens,
 };
 
 static MODEL: LazyLock<Checkpoint> = LazyLock::new(spark_tiny);
+
+static EQUAL: LazyLock<Arc<Checkpoint>> = LazyLock::new(|| Arc::new(equalized(&MODEL).unwrap()));
 
 fn options(widths: Widths) -> ModelOptions {
     ModelOptions { sequence: SEQUENCE, widths, measured_tokens: 256, follow: false }
@@ -35,7 +37,7 @@ fn four_bits_are_worth_having() {
     let mut seen = Vec::new();
     let mut progress = |name: &str| seen.push(name.to_owned());
     let options = options(Widths::Same(WeightBits::Four));
-    let model = quantize_model(&MODEL, &calibration, &options, &mut progress).unwrap();
+    let model = quantize_model(&EQUAL, &calibration, &options, &mut progress).unwrap();
     assert_eq!(seen.len(), 5 * MODEL.layers().len() + 1);
     assert_eq!(seen.len(), model.matrices.len());
     assert!(model.matrices.values().all(|matrix| matrix.bits == WeightBits::Four));
@@ -48,7 +50,7 @@ fn four_bits_are_worth_having() {
 fn a_third_of_the_matrices_in_eight_bits_reaches_the_block_formats() {
     let calibration = tokens("calibration.txt", 3072);
     let options = ModelOptions { follow: true, ..options(Widths::Mixed(Budget::Bits(5.27))) };
-    let model = quantize_model(&MODEL, &calibration, &options, &mut |_| {}).unwrap();
+    let model = quantize_model(&EQUAL, &calibration, &options, &mut |_| {}).unwrap();
     let weights = |matrix: &QuantizedMatrix| (matrix.rows * matrix.columns) as f64;
     let stored = |matrix: &QuantizedMatrix| {
         weights(matrix) * f64::from(matrix.bits.count()) + 32.0 * matrix.rows as f64
@@ -67,7 +69,7 @@ fn a_third_of_the_matrices_in_eight_bits_reaches_the_block_formats() {
 fn eight_bits_lose_almost_nothing() {
     let calibration = tokens("calibration.txt", 1024);
     let options = options(Widths::Same(WeightBits::Eight));
-    let model = quantize_model(&MODEL, &calibration, &options, &mut |_| {}).unwrap();
+    let model = quantize_model(&EQUAL, &calibration, &options, &mut |_| {}).unwrap();
     let plain = plainly_rounded(&MODEL, WeightBits::Eight, WeightBits::Eight);
     let plain = decibels(&on_held_out_text(&plain));
     let eight = decibels(&on_held_out_text(&model.widened().unwrap()));
@@ -79,7 +81,13 @@ fn massive_channels_do_no_more_harm_than_others() {
     let model = outliers(MODEL.config());
     let plain = plainly_rounded(&model, WeightBits::Four, WeightBits::Four);
     let options = options(Widths::Same(WeightBits::Four));
-    let quantized = quantize_model(&model, &random_tokens(2048, 1), &options, &mut |_| {}).unwrap();
+    let quantized = quantize_model(
+        &Arc::new(equalized(&model).unwrap()),
+        &random_tokens(2048, 1),
+        &options,
+        &mut |_| {},
+    )
+    .unwrap();
     let ids = random_tokens(512, 2);
     let plain = layer_decibels(&model, &plain, &ids);
     let four = layer_decibels(&model, &quantized.widened().unwrap(), &ids);
@@ -115,7 +123,7 @@ fn equalizing_changes_nothing_but_the_weights() {
 fn what_cannot_be_quantized_is_refused() {
     let calibration = tokens("calibration.txt", 64);
     let error = |ids: &[u32], widths| {
-        quantize_model(&MODEL, ids, &options(widths), &mut |_| {}).unwrap_err()
+        quantize_model(&EQUAL, ids, &options(widths), &mut |_| {}).unwrap_err()
     };
     let four = Widths::Same(WeightBits::Four);
     assert!(matches!(error(&[], four), WeightError::Engine(_)));

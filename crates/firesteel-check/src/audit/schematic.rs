@@ -18,7 +18,8 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    fn add(&mut self, other: Self) {
+    /// Adds what others move.
+    pub fn add(&mut self, other: Self) {
         for (own, more) in [
             (&mut self.htp_ops, other.htp_ops),
             (&mut self.dram_read, other.dram_read),

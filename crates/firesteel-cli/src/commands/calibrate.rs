@@ -1,3 +1,4 @@
+use super::check::Spread;
 use super::export::{GeluForm, layer_range};
 use crate::printer::{Printer, table};
 use crate::progress::Progress;
@@ -5,10 +6,10 @@ use crate::source::{Source, read_chats, read_text};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{checkpoint_hashes, sha256};
-use firesteel_checkpoint::StagedFile;
+use firesteel_checkpoint::{Checkpoint, StagedFile};
 use firesteel_export::{Dialect, ExportOptions, Precision, build};
 use firesteel_generate::AddedTokens;
-use firesteel_quantize::weights::equalized;
+use firesteel_quantize::weights::{ColumnSizes, Importance, column_sizes, with_columns};
 use firesteel_quantize::{Calibrator, Method, QuantizeError, Ranges, TensorRange, TextHash};
 use firesteel_step::{CacheLayoutChoice, Logits, StepSpec};
 use serde::Serialize;
@@ -19,7 +20,8 @@ use std::process::ExitCode;
 /// Learn the ranges of a step's values from text.
 ///
 /// The step's graph runs over the text on the evaluator, from empty caches to full ones and past
-/// the sliding window. `quantize --scheme` takes the file that is written.
+/// the sliding window. Before that the columns of a checkpoint's matrices are sized by way of the
+/// norms for what they meet in a part of the text. `quantize --scheme` takes the file that is written.
 #[derive(Debug, Args)]
 pub(crate) struct Calibrate {
     /// Checkpoint, or an artifact in the qnn dialect
@@ -48,6 +50,10 @@ pub(crate) struct Calibrate {
     /// Form of the GELU activation
     #[arg(long, value_enum, default_value_t = GeluForm::Exact)]
     gelu: GeluForm,
+    /// Leave the columns of the matrices as they are and have them rounded to nearest, for
+    /// comparisons
+    #[arg(long)]
+    plain: bool,
     /// How ranges are chosen
     #[arg(long, value_enum, default_value_t = Observer::Minmax)]
     observer: Observer,
@@ -177,13 +183,8 @@ impl Calibrate {
         if context < longest {
             bail!("--context {context}: sequences have up to {longest} tokens");
         }
-        // What quantize --scheme quantizes.
-        let model = match &source {
-            Source::Checkpoint(checkpoint) => Some(equalized(checkpoint)?),
-            Source::Artifact(_) | Source::Compiled(_) => None,
-        };
-        let make = |tokens: usize| match (&source, &model) {
-            (Source::Checkpoint(checkpoint), model) => {
+        let make = |model: Option<&Checkpoint>, tokens: usize| match &source {
+            Source::Checkpoint(checkpoint) => {
                 let layers = layer_range(&self.layers, checkpoint.config());
                 let layers = layers.map_err(|error| option("--layers", &self.layers, &error))?;
                 if layers.start > 0 {
@@ -202,18 +203,30 @@ impl Calibrate {
                     dialect: Dialect::Qnn,
                     head_shards: 1,
                 };
-                let built = build(model.as_ref().unwrap_or(checkpoint), &options)?;
+                let built = build(model.unwrap_or(checkpoint), &options)?;
                 Ok((built.graph, built.spec))
             }
-            (Source::Artifact(artifact), _) => {
+            Source::Artifact(artifact) => {
                 let entry = artifact.manifest().graphs.first();
                 let entry = entry.ok_or_else(|| option("ARTIFACT", "", &"names no graph"))?;
                 let spec: StepSpec = artifact.step_spec(false);
                 Ok((artifact.read_graph(entry)?, spec))
             }
-            (Source::Compiled(_), _) => Err(option("ARTIFACT", "", &"is compiled already")),
+            Source::Compiled(_) => Err(option("ARTIFACT", "", &"is compiled already")),
         };
         let staged = self.stage()?;
+        // What quantize --scheme quantizes.
+        let (mut columns, mut model) = (ColumnSizes::new(), None);
+        if let (Source::Checkpoint(checkpoint), false) = (&source, self.plain) {
+            let make = |tokens| make(None, tokens);
+            let mut calibrator = Calibrator::new(&make, embedding.as_ref(), chunk);
+            for ids in parts_of(&sequences) {
+                calibrator.run(ids, &mut |_| ())?;
+            }
+            columns = column_sizes(checkpoint, &calibrator.importance())?;
+            model = Some(with_columns(checkpoint, &columns)?);
+        }
+        let make = |tokens| make(model.as_ref(), tokens);
         let total = sequences.iter().map(|ids| ids.len() as u64).sum();
         let bar = Progress::of_tokens("calibrating");
         let mut calibrator = Calibrator::new(&make, embedding.as_ref(), chunk);
@@ -233,7 +246,8 @@ impl Calibrate {
         let ranges = Ranges {
             tool_version: env!("CARGO_PKG_VERSION").into(),
             checkpoint,
-            equalized: model.is_some(),
+            columns,
+            importance: if self.plain { Importance::new() } else { calibrator.importance() },
             texts,
             tokens: calibrator.tokens(),
             sequence: longest as u64,
@@ -278,7 +292,7 @@ impl Calibrate {
         let mut all: Vec<Vec<u32>> = Vec::new();
         if let Some(count) = self.spread {
             let limit = length.saturating_mul(self.samples);
-            let ids = super::check::spread_ids(count.min(limit), vocabulary);
+            let ids = super::check::spread_ids(Spread::Calibration, count.min(limit), vocabulary);
             all.extend(ids.chunks(length).map(<[u32]>::to_vec));
             return Ok(all);
         }
@@ -307,6 +321,17 @@ impl Calibrate {
         Ok(chosen.filter_map(|index| all.get(index).cloned()).collect())
     }
 }
+
+/// A few tokens of sequences all over the texts: enough to see how large channels are.
+fn parts_of<'a>(sequences: &[&'a [u32]]) -> Vec<&'a [u32]> {
+    let every = sequences.len().div_ceil(SIZED).max(1);
+    let chosen = sequences.iter().step_by(every);
+    chosen.map(|ids| ids.get(..SIZED_TOKENS).unwrap_or(ids)).collect()
+}
+
+/// Sequences, and tokens of each, from which the sizes of columns are learned.
+const SIZED: usize = 8;
+const SIZED_TOKENS: usize = 128;
 
 fn option(option: &'static str, value: &str, problem: &dyn std::fmt::Display) -> QuantizeError {
     QuantizeError::Option { option, value: value.into(), problem: problem.to_string() }

@@ -404,7 +404,9 @@ pub(crate) fn token_ids(
             (None, Some(file)) => {
                 bail!("--prompt {}: neither side has a tokenizer; give --ids", file.display())
             }
-            (None, None) => spread_ids(args.steps.min(spec.context), spec.vocab_size),
+            (None, None) => {
+                spread_ids(Spread::Check, args.steps.min(spec.context), spec.vocab_size)
+            }
         }
     };
     if ids.is_empty() {
@@ -416,12 +418,23 @@ pub(crate) fn token_ids(
     Ok(ids)
 }
 
+/// What ids all over the vocabulary are for: nothing is checked on what it was calibrated with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Spread {
+    Check,
+    Calibration,
+}
+
 /// Ids all over the vocabulary, for models without a tokenizer.
-pub(crate) fn spread_ids(count: usize, vocabulary: usize) -> Vec<u32> {
+pub(crate) fn spread_ids(what: Spread, count: usize, vocabulary: usize) -> Vec<u32> {
+    let first: u64 = match what {
+        Spread::Check => 1,
+        Spread::Calibration => 1_000_003,
+    };
     // A multiplicative hash (Knuth) of the index.
-    (0..count as u64)
+    (first..first + count as u64)
         .map(|i| {
-            let hash = (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            let hash = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
             (hash % vocabulary.max(1) as u64) as u32
         })
         .collect()
@@ -580,6 +593,9 @@ fn print_report(
     }
     row("new keys and values".into(), &report.entries);
     row(first.into(), &report.output);
+    if let Some(added) = &report.added {
+        row("hidden, less what entered".into(), added);
+    }
     for line in table(&rows) {
         printer.line(line)?;
     }

@@ -168,6 +168,10 @@ impl Compile {
                 bar.set_message(format!("{part}: {} s, {}", time.as_secs(), mebibytes(memory)));
                 bar.tick();
             }
+            Progress::Done { time, memory } => {
+                let (seconds, memory) = (time.as_secs(), mebibytes(memory));
+                printer.talk(&format!("{part}: took {seconds} s and {memory} of memory"));
+            }
         });
         bar.finish_and_clear();
         let compiled = compiled.with_context(|| {

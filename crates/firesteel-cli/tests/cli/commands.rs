@@ -1192,6 +1192,7 @@ fn check_reports() {
         "identical": "boolean",
         "count": "number"
       },
+      "added": null,
       "entries": {
         "db": "number or null",
         "max_abs": "number",

@@ -68,7 +68,7 @@ fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
             assert!(number(layer, "/snr/db") > 36.0, "{layer}");
         }
         let command = ["check", argument(&out), "--against", argument(&tiny), "--text", HELD_OUT];
-        let runners = ["--runner", "ort", "--tokens", "400", "--min-snr", "36"];
+        let runners = ["--runner", "ort", "--tokens", "1600", "--min-snr", "36"];
         let check = json(&[&command[..], &runners].concat());
         assert_eq!(check["passed"], true, "{check}");
         results.push((number(&check, "/text/logits/db"), number(&check, "/text/top1")));
@@ -187,6 +187,41 @@ fn mixed_widths_keep_their_budget_and_are_listed() {
     assert_eq!(count(DType::I4) + count(DType::I8), 22);
     assert_eq!(count(DType::I16), 4);
     assert_eq!(weights.len(), 26);
+}
+
+#[test]
+fn integers_are_taken_over_by_another_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (first, again, prefill) = (at("first"), at("again"), at("prefill"));
+    let step = ["--scheme", "w4a16", "--context", "96"];
+    let rounded = quantize(&first, &[&step[..], &["--spread", "96", "--quick"]].concat());
+    assert_eq!(rounded["rounding_tokens"], 96);
+    let weights = ["--weights", argument(&first)];
+    quantize(&again, &[&step[..], &weights].concat());
+    quantize(&prefill, &[&step[..], &weights, &["--tokens", "4"]].concat());
+    let data = |folder: &Path| std::fs::read(folder.join("model.onnx.data")).unwrap();
+    assert!(data(&first) == data(&again), "other bytes");
+    let matrices = |folder: &Path| {
+        let artifact = Artifact::open(folder).unwrap();
+        let graph = artifact.read_graph(&artifact.manifest().graphs[0]).unwrap();
+        firesteel_quantize::stored_matrices(&graph).unwrap()
+    };
+    let stored = matrices(&first);
+    assert_eq!(stored.len(), 21);
+    assert!(stored == matrices(&prefill), "other integers");
+    let ranges = argument(ranges());
+    let tiny = spark_tiny();
+    let out = at("none");
+    let command = ["quantize", argument(&tiny), "--ranges", ranges, "--out", argument(&out)];
+    for (options, expected) in [
+        ("--scheme w8a16", "is of scheme w4a16 with the same ranges"),
+        ("--scheme w4a16 --head-shards 2 --text x", "cannot be used with"),
+    ] {
+        let options: Vec<&str> = options.split(' ').collect();
+        let talk = refusal(&[&command[..], &options, &weights].concat());
+        assert!(talk.contains(expected), "{talk}");
+    }
 }
 
 #[test]

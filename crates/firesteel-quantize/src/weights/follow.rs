@@ -1,18 +1,22 @@
 //! Rounds the matrices of a model in the order in which a text meets them, each for what the
 //! matrices before it have become.
 
-use super::model::{ModelOptions, groups, read};
+use super::model::{groups, read};
 use super::{Gram, OutputError, QuantizedMatrix, WeightBits, WeightError, round_for_output};
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CheckpointEmbedding, EngineError};
 use firesteel_step::Embedding;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Share of the errors before a matrix that it makes up for: what it learns from a text about them
 /// does not all hold for other texts.
 const SHARE: f64 = 0.5;
+
+/// Groups of matrices of a layer that have the same inputs.
+const STAGES: usize = 4;
 
 /// The text on its way through the model: the residual stream `[T, H]` of the floats and of the
 /// integers.
@@ -21,43 +25,88 @@ struct Streams {
     quantized: Vec<f32>,
 }
 
-/// The matrices of `model` with the widths that `widths` says, 4 bits where it says nothing.
+/// Which matrices are rounded, and over what.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerOptions {
+    /// Tokens of the sequences that the calibration text is cut into.
+    pub sequence: usize,
+    /// Layers whose matrices are rounded. Those before them only read the text.
+    pub layers: Range<usize>,
+    /// Whether the head is rounded too, which needs all layers.
+    pub head: bool,
+    /// Whether each matrix is rounded for what the matrices before it have become, and makes up for
+    /// a part of their errors. It takes a few times as long.
+    pub follow: bool,
+}
+
+/// The matrices of some layers of `model` with the widths that `width` says by their names: each is
+/// rounded with the Gram matrix of its inputs. To follow is to take the inputs that it meets behind
+/// the matrices before it, which are integers already, and to change it first so that its output
+/// comes nearer to the one that it has behind the floats (Li et al., GPTAQ, 2025). `progress` is
+/// told the name of each matrix that is done.
 ///
-/// Each is rounded for the inputs that it meets behind the integers, after a change by which its
-/// output comes nearer to the one that it has behind the floats (Li et al., GPTAQ, 2025).
-pub(super) fn follow(
+/// Takes memory for one Gram matrix and the text's residual stream.
+///
+/// # Errors
+/// When the text cannot be run, there are no such layers, or a weight is not finite.
+pub fn round_layers(
     model: &Arc<Checkpoint>,
     ids: &[u32],
-    options: &ModelOptions,
-    widths: &HashMap<String, WeightBits>,
+    options: &LayerOptions,
+    width: &dyn Fn(&str) -> WeightBits,
     progress: &mut dyn FnMut(&str),
 ) -> Result<BTreeMap<String, QuantizedMatrix>, WeightError> {
+    if ids.is_empty() {
+        return Err(EngineError::Calibration { reason: "the text has no tokens".into() }.into());
+    }
     let embedding = CheckpointEmbedding::new(Arc::clone(model));
     let mut float = vec![0.0; ids.len().saturating_mul(embedding.hidden_size())];
     embedding.lookup(ids, &mut float)?;
-    let mut streams = Streams { quantized: float.clone(), float };
+    let mut streams = Streams { quantized: Vec::new(), float };
     let mut matrices = BTreeMap::new();
     let mut changed = Arc::clone(model);
     let groups = groups(model);
     let mut of_layers = groups.iter();
-    for layer in 0..model.layers().len() {
-        let stages: Vec<&Vec<&Weight>> = of_layers.by_ref().take(4).collect();
+    for layer in 0..options.layers.end {
+        let stages: Vec<&Vec<&Weight>> = of_layers.by_ref().take(STAGES).collect();
+        if layer < options.layers.start {
+            streams.float = inputs(model, layer, &streams.float, options.sequence, &[])?.0;
+            continue;
+        }
+        if layer == options.layers.start {
+            streams.quantized = streams.float.clone();
+        }
         let names: Vec<&str> =
             stages.iter().filter_map(|group| group.first()).map(|weight| weight.name()).collect();
         let (after, wanted) = inputs(model, layer, &streams.float, options.sequence, &names)?;
         for (stage, name) in stages.into_iter().zip(&names) {
+            if !options.follow {
+                if let Some(met) = wanted.get(*name) {
+                    quantize(model, stage, (None, met), width, &mut matrices)?;
+                    stage.iter().for_each(|weight| progress(weight.name()));
+                }
+                continue;
+            }
             let (_, met) = inputs(&changed, layer, &streams.quantized, options.sequence, &[name])?;
             let (Some(wanted), Some(met)) = (wanted.get(*name), met.get(*name)) else { continue };
-            changed = quantize(&changed, stage, [wanted, met], widths, &mut matrices)?;
+            changed = quantize(&changed, stage, (Some(wanted), met), width, &mut matrices)?;
             stage.iter().for_each(|weight| progress(weight.name()));
         }
-        streams.quantized = inputs(&changed, layer, &streams.quantized, options.sequence, &[])?.0;
+        if options.follow {
+            streams.quantized =
+                inputs(&changed, layer, &streams.quantized, options.sequence, &[])?.0;
+        }
         streams.float = after;
     }
-    if let Some(head) = of_layers.next() {
-        let normed = |stream: &[f32]| normed(model, stream);
-        let (wanted, met) = (normed(&streams.float)?, normed(&streams.quantized)?);
-        quantize(&changed, head, [&wanted, &met], widths, &mut matrices)?;
+    if let Some(head) = of_layers.next().filter(|_| options.head) {
+        let wanted = normed(model, &streams.float)?;
+        match options.follow {
+            false => quantize(model, head, (None, &wanted), width, &mut matrices)?,
+            true => {
+                let met = normed(model, &streams.quantized)?;
+                quantize(&changed, head, (Some(&wanted), &met), width, &mut matrices)?
+            }
+        };
         head.iter().for_each(|weight| progress(weight.name()));
     }
     Ok(matrices)
@@ -99,12 +148,13 @@ fn normed(model: &Checkpoint, stream: &[f32]) -> Result<Vec<f32>, WeightError> {
     Ok(normed)
 }
 
-/// Rounds the matrices of a stage into `matrices`; returns the model that has them.
+/// Rounds the matrices of a stage, which meet `met`, into `matrices`; returns the model that has
+/// them. Where it is known, they make up for what is lost of the inputs `wanted`.
 fn quantize(
     model: &Checkpoint,
     stage: &[&Weight],
-    [wanted, met]: [&[f32]; 2],
-    widths: &HashMap<String, WeightBits>,
+    (wanted, met): (Option<&[f32]>, &[f32]),
+    width: &dyn Fn(&str) -> WeightBits,
     matrices: &mut BTreeMap<String, QuantizedMatrix>,
 ) -> Result<Arc<Checkpoint>, WeightError> {
     let columns = stage.first().and_then(|weight| weight.shape().last()).copied();
@@ -112,25 +162,26 @@ fn quantize(
     let mut gram = Gram::new(columns)?;
     gram.observe(met)?;
     let error = OutputError::of_gram(&gram)?;
-    let lost = cross(wanted, met, columns);
+    let lost = wanted.map(|wanted| cross(wanted, met, columns));
     let mut changed = Vec::with_capacity(stage.len());
     for weight in stage {
         let (rows, _, mut values) = read(weight)?;
-        values.par_chunks_mut(columns.max(1)).for_each(|row| {
-            // What the row loses of the products of its output with the inputs.
-            let mut change = vec![0f64; columns];
-            for (weight, lost) in row.iter().zip(lost.chunks_exact(columns)) {
-                for (change, lost) in change.iter_mut().zip(lost) {
-                    *change += f64::from(*weight) * lost;
+        if let Some(lost) = &lost {
+            values.par_chunks_mut(columns.max(1)).for_each(|row| {
+                // What the row loses of the products of its output with the inputs.
+                let mut change = vec![0f64; columns];
+                for (weight, lost) in row.iter().zip(lost.chunks_exact(columns)) {
+                    for (change, lost) in change.iter_mut().zip(lost) {
+                        *change += f64::from(*weight) * lost;
+                    }
                 }
-            }
-            error.solve(&mut change);
-            for (weight, change) in row.iter_mut().zip(change) {
-                *weight += (SHARE * change) as f32;
-            }
-        });
-        let bits = widths.get(weight.name()).copied().unwrap_or(WeightBits::Four);
-        let matrix = round_for_output(&values, rows, columns, bits, &error)?;
+                error.solve(&mut change);
+                for (weight, change) in row.iter_mut().zip(change) {
+                    *weight += (SHARE * change) as f32;
+                }
+            });
+        }
+        let matrix = round_for_output(&values, rows, columns, width(weight.name()), &error)?;
         changed.push(Weight::from_f32(weight.name(), vec![rows, columns], matrix.values())?);
         matrices.insert(weight.name().to_owned(), matrix);
     }

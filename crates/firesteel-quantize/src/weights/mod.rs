@@ -2,9 +2,9 @@
 //!
 //! [`round_nearest`] is the plain way. [`round_for_output`] makes the error of the matrix's output
 //! small, which an [`OutputError`] measures: from the importance of each column, or from a
-//! [`Gram`] of what the matrix is multiplied with. [`equalized`] prepares a model for it without
-//! changing what it computes, [`plan`] says which matrices get 8 bits, and [`quantize_model`] does all
-//! of it.
+//! [`Gram`] of what the matrix is multiplied with. [`with_columns`] prepares a model for it without
+//! changing what it computes, [`plan`] says which matrices get 8 bits, [`quantize_model`] does that
+//! and rounds them all, and [`round_layers`] those of some layers.
 
 mod equalize;
 mod follow;
@@ -14,7 +14,8 @@ mod output_error;
 mod plan;
 mod round;
 
-pub use equalize::equalized;
+pub use equalize::{ColumnSizes, Importance, column_sizes, equalized, with_columns};
+pub use follow::{LayerOptions, round_layers};
 pub use gram::Gram;
 pub use model::{ModelOptions, QuantizedModel, Widths, quantize_model};
 pub use output_error::OutputError;
@@ -99,6 +100,22 @@ pub enum WeightError {
     NotPositive {
         /// The column.
         column: usize,
+    },
+    /// The sizes of columns are those of another model.
+    #[error("{norm} has {columns} columns, and there are sizes for {sizes}; calibrate again")]
+    ColumnSizes {
+        /// The norm.
+        norm: String,
+        /// Its columns.
+        columns: usize,
+        /// The sizes.
+        sizes: usize,
+    },
+    /// The sizes of columns are for a norm that the model does not have.
+    #[error("the model has no norm {norm}, for which there are column sizes; calibrate again")]
+    NoNorm {
+        /// The norm.
+        norm: String,
     },
     /// No plan meets the budget.
     #[error("{asked} cannot be met: with {extreme} it is {reached:.3}")]

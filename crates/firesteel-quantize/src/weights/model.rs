@@ -1,7 +1,7 @@
-use super::follow::follow;
+use super::follow::{LayerOptions, round_layers};
 use super::{
-    Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, WeightBits, WeightError, equalized,
-    plan, round_for_output, round_nearest,
+    Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, WeightBits, WeightError, plan,
+    round_for_output, round_nearest,
 };
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CpuModel, CpuOptions, KvFormat, PackedCache, SequenceOptions};
@@ -65,26 +65,25 @@ impl QuantizedModel {
     }
 }
 
-/// Quantizes the matrices of `checkpoint` for what they meet while it reads `ids`: columns are made
-/// equally large by way of the norms ([`equalized`]), each matrix is rounded with the Gram matrix of
-/// its inputs ([`round_for_output`]), and widths follow from the noise that the errors of the
-/// matrices make ([`plan`]). The result is the same on any number of threads. `progress` is told
-/// the name of each matrix that is done.
+/// Quantizes the matrices of `model` for what they meet while it reads `ids`: each is rounded with
+/// the Gram matrix of its inputs ([`round_for_output`]), and widths follow from the noise that the
+/// errors of the matrices make ([`plan`]). Columns that are equally large come out best, see
+/// [`with_columns`](super::with_columns). The result is the same on any number of threads.
+/// `progress` is told the name of each matrix that is done.
 ///
 /// Takes memory for a Gram matrix of every kind of input in every layer.
 ///
 /// # Errors
 /// When the text cannot be run, a weight is not finite, or the budget cannot be met.
 pub fn quantize_model(
-    checkpoint: &Checkpoint,
+    model: &Arc<Checkpoint>,
     ids: &[u32],
     options: &ModelOptions,
     progress: &mut dyn FnMut(&str),
 ) -> Result<QuantizedModel, WeightError> {
-    let model = Arc::new(equalized(checkpoint)?);
-    let groups = groups(&model);
-    let (grams, calibration) = grams(&model, &groups, ids, options.sequence)?;
-    let effects = calibration.effects(&model);
+    let groups = groups(model);
+    let (grams, calibration) = grams(model, &groups, ids, options.sequence)?;
+    let effects = calibration.effects(model);
     let mut matrices = BTreeMap::new();
     let mut choices = Vec::new();
     let first = match options.widths {
@@ -128,12 +127,19 @@ pub fn quantize_model(
         && options.measured_tokens > 0
     {
         let ids = ids.get(..options.measured_tokens).unwrap_or(ids);
-        measure_noise(&model, &matrices, ids, options.sequence, &mut choices)?;
+        measure_noise(model, &matrices, ids, options.sequence, &mut choices)?;
     }
     let plan = plan(&choices, budget)?;
     if options.follow {
-        let matrices = follow(&model, ids, options, &plan.widths, progress)?;
-        return Ok(QuantizedModel { model, matrices, plan });
+        let layers = LayerOptions {
+            sequence: options.sequence,
+            layers: 0..model.layers().len(),
+            head: true,
+            follow: true,
+        };
+        let width = |name: &str| plan.widths.get(name).copied().unwrap_or(WeightBits::Four);
+        let matrices = round_layers(model, ids, &layers, &width, progress)?;
+        return Ok(QuantizedModel { model: Arc::clone(model), matrices, plan });
     }
     for group in &groups {
         let raised = |weight: &&&Weight| {
@@ -152,7 +158,7 @@ pub fn quantize_model(
             progress(weight.name());
         }
     }
-    Ok(QuantizedModel { model, matrices, plan })
+    Ok(QuantizedModel { model: Arc::clone(model), matrices, plan })
 }
 
 /// Replaces the estimated noise of each choice by what its matrix of 4 bits alone does to the

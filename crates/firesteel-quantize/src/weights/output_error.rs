@@ -1,6 +1,33 @@
 use super::{Gram, WeightError};
 use rayon::prelude::*;
 
+/// The most that the products of columns may owe to chance for them to be used.
+const MOST_CHANCE: f64 = 0.5;
+
+/// The share of the squared correlations of columns that is chance: with N rows a correlation r has
+/// the variance (1 − r²)² / N, and the share is Σ (1 − r²)² / N Σ r² (Schäfer and Strimmer, 2005).
+fn chance(gram: &Gram, sums: &[f64]) -> f64 {
+    let rows = gram.rows() as f64;
+    let lines: Vec<[f64; 2]> = (0..sums.len())
+        .into_par_iter()
+        .map(|i| {
+            let (mut expected, mut found) = (0.0, 0.0);
+            for (j, sum) in sums.iter().enumerate().skip(i + 1) {
+                let both = sums[i] * sum;
+                if both > 0.0 {
+                    let square = (gram.at(i, j).powi(2) / both).min(1.0);
+                    expected += (1.0 - square).powi(2) / rows;
+                    found += square;
+                }
+            }
+            [expected, found]
+        })
+        .collect();
+    let [expected, found] =
+        lines.iter().fold([0.0, 0.0], |[a, b], [expected, found]| [a + expected, b + found]);
+    if found > 0.0 { (expected / found).clamp(0.0, 1.0) } else { 0.0 }
+}
+
 /// What is added to the diagonal, as a share of each column's own sum: inputs that were not in the
 /// text go together less than those that were.
 const DAMPING: f64 = 0.02;
@@ -74,7 +101,9 @@ impl OutputError {
         Self { form: Form::Diagonal(sums), unit: 1.0 }
     }
 
-    /// From what the matrix is multiplied with. Takes memory for five times the numbers of the
+    /// From what the matrix is multiplied with. When too few rows were counted to tell from
+    /// chance how columns go together, each counts by itself.
+    /// Takes memory for five times the numbers of the
     /// Gram matrix.
     ///
     /// # Errors
@@ -84,6 +113,9 @@ impl OutputError {
         let sums = gram.diagonal();
         let mean = sums.iter().sum::<f64>() / columns.max(1) as f64;
         if mean == 0.0 {
+            return Ok(Self::diagonal(sums));
+        }
+        if chance(gram, &sums) > MOST_CHANCE {
             return Ok(Self::diagonal(sums));
         }
         let mut order: Vec<usize> = (0..columns).collect();
@@ -232,18 +264,44 @@ fn cholesky(a: &mut [f64], n: usize) -> Result<(), usize> {
 mod tests {
     use super::*;
 
-    fn gram(columns: usize, rows: usize) -> Gram {
+    /// Inputs of which a part is `shared` by the columns of a row.
+    fn gram(columns: usize, rows: usize, shared: f32) -> Gram {
         let mut gram = Gram::new(columns).unwrap();
-        let value = |i: usize| (((i * 7919 + 13) % 1009) as f32 / 504.5 - 1.0).powi(3);
-        let inputs: Vec<f32> = (0..columns * rows).map(value).collect();
+        let value = |i: usize| {
+            let hash = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let hash = (hash ^ (hash >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            (hash >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        let own = (0..columns * rows).map(value).enumerate();
+        let inputs: Vec<f32> =
+            own.map(|(i, own)| own + shared * value(columns * rows + i / columns)).collect();
         gram.observe(&inputs).unwrap();
         gram
     }
 
     #[test]
+    fn what_may_be_chance_is_not_believed() {
+        let diagonal = |columns, rows, shared| {
+            let error = OutputError::of_gram(&gram(columns, rows, shared)).unwrap();
+            matches!(error.form, Form::Diagonal(_))
+        };
+        assert!(diagonal(96, 48, 0.0), "half as many rows as columns tell nothing of chance");
+        assert!(diagonal(96, 960, 0.0));
+        assert!(!diagonal(96, 960, 0.5));
+        assert!(!diagonal(96, 48, 1.0));
+        let share = |rows, shared| {
+            let gram = gram(96, rows, shared);
+            chance(&gram, &gram.diagonal())
+        };
+        assert!(share(48, 0.0) > 0.9, "{}", share(48, 0.0));
+        assert!(share(48, 1.0) < 0.1, "{}", share(48, 1.0));
+        assert!(share(960, 0.3) < 0.5 * share(96, 0.3));
+    }
+
+    #[test]
     fn the_factor_gives_the_form_back() {
         for columns in [1, 2, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL + 3, TILE + PANEL + 70] {
-            let gram = gram(columns, 2 * columns);
+            let gram = gram(columns, 2 * columns + 2, 2.0);
             let error = OutputError::of_gram(&gram).unwrap();
             assert_eq!(error.columns(), columns);
             let Form::Full(full) = &error.form else { unreachable!() };

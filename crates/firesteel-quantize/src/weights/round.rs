@@ -8,8 +8,6 @@ const LANES: usize = 8;
 const CANDIDATES: usize = 4;
 /// Rows whose candidates fill the lanes.
 const TOGETHER: usize = LANES / CANDIDATES;
-/// Scales that are tried when the error of a row is that of its columns apart.
-const STEPS: usize = 32;
 /// How often the scale is fitted and the codes are gone through again.
 const FITS: usize = 2;
 /// How often all codes of a row are gone through with one scale.
@@ -44,7 +42,7 @@ pub fn round_for_output(
                 .chunks(columns.max(1))
                 .map(|row| {
                     let weights: Vec<f64> = row.iter().copied().map(f64::from).collect();
-                    let scale = search(&weights, sums, bits);
+                    let scale = search(&weights, sums, bits, Reach::apart(bits));
                     Row { codes: rounded(&weights, scale, bits), scale }
                 })
                 .collect(),
@@ -88,16 +86,11 @@ fn rounded(weights: &[f64], scale: f32, bits: WeightBits) -> Vec<i8> {
     weights.iter().map(|weight| code(weight * inverse, largest) as i8).collect()
 }
 
-/// The scale of least Σ d (w − ŵ)² among some below the one that plain rounding takes, that one
+/// The scale of least Σ d (w − ŵ)² among some around the one that plain rounding takes, that one
 /// included, and then fitted to its codes as long as the error falls.
-fn search(weights: &[f64], sums: &[f64], bits: WeightBits) -> f32 {
+fn search(weights: &[f64], sums: &[f64], bits: WeightBits, reach: Reach) -> f32 {
     let largest = f64::from(bits.largest());
     let plain = weights.iter().fold(0f64, |most, weight| most.max(weight.abs())) / largest;
-    // Clipping pays where a step is coarse.
-    let shrink = match bits {
-        WeightBits::Four => 0.6,
-        WeightBits::Eight => 0.2,
-    };
     // The error, and the scale that fits the codes best.
     let judge = |scale: f32| {
         let (scale, inverse) = (f64::from(scale), 1.0 / f64::from(scale));
@@ -112,8 +105,9 @@ fn search(weights: &[f64], sums: &[f64], bits: WeightBits) -> f32 {
     };
     let mut best = stored(plain);
     let (mut error, mut fitted) = judge(best);
-    for step in 1..STEPS {
-        let scale = stored(plain * (1.0 - shrink * step as f64 / STEPS as f64));
+    for step in 0..reach.steps {
+        let share = step as f64 / reach.steps as f64;
+        let scale = stored(plain * (reach.first + (reach.last - reach.first) * share));
         let (other, fit) = judge(scale);
         if other < error {
             (best, error, fitted) = (scale, other, fit);
@@ -127,6 +121,33 @@ fn search(weights: &[f64], sums: &[f64], bits: WeightBits) -> f32 {
         (best, error, fitted) = (fitted, other, fit);
     }
     best
+}
+
+/// Scales that are tried, as factors of the one that plain rounding takes.
+#[derive(Clone, Copy)]
+struct Reach {
+    first: f64,
+    last: f64,
+    steps: usize,
+}
+
+impl Reach {
+    /// Where each column is rounded to nearest. Clipping pays where a step is coarse. Where it is
+    /// fine, the columns that count most can fall next to codes, above as well as below.
+    fn apart(bits: WeightBits) -> Self {
+        match bits {
+            WeightBits::Four => Self { first: 1.0, last: 0.4, steps: 64 },
+            WeightBits::Eight => Self { first: 1.25, last: 0.95, steps: 96 },
+        }
+    }
+
+    /// Where columns make up for each other, and none falls where it would alone.
+    fn together(bits: WeightBits) -> Self {
+        match bits {
+            WeightBits::Four => Self { first: 1.0, last: 0.4, steps: 32 },
+            WeightBits::Eight => Self { first: 1.0, last: 0.8, steps: 32 },
+        }
+    }
 }
 
 /// Factors of the scale that is best for the columns apart.
@@ -188,7 +209,8 @@ fn nearest_planes<'a>(
 ) -> Vec<Fitted<'a>> {
     let largest = f64::from(bits.largest());
     let factors = candidates(bits);
-    let bases: Vec<f32> = pair.iter().map(|weights| search(weights, sums, bits)).collect();
+    let bases: Vec<f32> =
+        pair.iter().map(|weights| search(weights, sums, bits, Reach::together(bits))).collect();
     let scales: [f32; LANES] = std::array::from_fn(|lane| {
         let base = bases.get(lane / CANDIDATES).copied().unwrap_or(f32::MIN_POSITIVE);
         stored(f64::from(base) * factors[lane % CANDIDATES])

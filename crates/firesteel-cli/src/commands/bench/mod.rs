@@ -4,6 +4,7 @@ mod decode;
 mod export;
 mod kernels;
 mod memory;
+mod qnn;
 mod sampler;
 
 use crate::printer::Printer;
@@ -25,6 +26,8 @@ enum What {
     Kernels(kernels::BenchKernels),
     /// Prompt and decoding speed of a checkpoint, against the read bandwidth.
     Decode(decode::BenchDecode),
+    /// What the compiler for a phone's NPU plans for layers spelled in different ways.
+    Qnn(qnn::BenchQnn),
     /// Picking a token against the time of a step.
     Sampler(sampler::BenchSampler),
 }
@@ -35,6 +38,7 @@ impl Bench {
             What::Export(bench) => bench.run(printer),
             What::Kernels(bench) => bench.run(printer),
             What::Decode(bench) => bench.run(printer),
+            What::Qnn(bench) => bench.run(printer),
             What::Sampler(bench) => bench.run(printer),
         }
     }

@@ -1,6 +1,7 @@
 //! `quantize --scheme`: a step's graph in integers.
 
-use crate::commands::export::{StepArgs, threads};
+use crate::commands::check::{Spread, spread_ids};
+use crate::commands::export::{StepArgs, layer_range, threads};
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
 use crate::source::{Source, read_text};
@@ -15,12 +16,12 @@ use firesteel_checkpoint::{Checkpoint, LayerWeights, ModelConfig};
 use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
 use firesteel_generate::AddedTokens;
 use firesteel_quantize::weights::{
-    Budget, ModelOptions, QuantizedMatrix, WeightBits, Widths, equalized, quantize_model,
-    round_nearest,
+    Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, WeightBits, Widths,
+    equalized, quantize_model, round_for_output, round_layers, round_nearest, with_columns,
 };
 use firesteel_quantize::{
     KvFormat, MatrixPlan, Pair, Quantized, RangeSource, Ranges, Scheme, SchemeOptions, WeightWidth,
-    compare, plan, quantize,
+    compare, plan, quantize, stored_matrices,
 };
 use firesteel_tensor::DType;
 use glob::Pattern;
@@ -50,15 +51,21 @@ pub(crate) struct GraphArgs {
     /// and the last that fits counts
     #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept, requires = "scheme")]
     keep: Vec<(Pattern, WeightWidth)>,
-    /// Text files that the model reads to round its weights for what they meet [default: weights
-    /// are rounded to nearest]
+    /// Text files that the model reads to round its weights for what they meet together [default:
+    /// the scale of each row is searched for what --ranges say that its columns meet]
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "scheme")]
     text: Vec<PathBuf>,
+    /// N ids all over the vocabulary instead of --text, for models without a tokenizer
+    #[arg(long, value_name = "N", requires = "scheme", conflicts_with = "text")]
+    spread: Option<usize>,
+    /// Take the integers of a quantized artifact of the same model and ranges, such as another step
+    #[arg(long, value_name = "ARTIFACT", requires = "ranges", conflicts_with_all = ["text", "spread"])]
+    weights: Option<PathBuf>,
     /// Most tokens of --text
     #[arg(long, value_name = "N", default_value_t = 8192, requires = "scheme")]
     text_tokens: usize,
     /// Round each matrix by itself, and estimate the noise of each for mixed: for large models
-    #[arg(long, requires = "text")]
+    #[arg(long, requires = "scheme")]
     quick: bool,
     /// Signal to noise of the output in dB that 8-bit matrices of --scheme mixed must reach
     #[arg(long, value_name = "DB", requires = "scheme", conflicts_with = "bits")]
@@ -141,6 +148,12 @@ fn kept(text: &str) -> Result<(Pattern, WeightWidth), String> {
 }
 
 impl GraphArgs {
+    /// What --keep says of a matrix.
+    fn kept(&self, name: &str) -> Option<WeightWidth> {
+        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| glob.matches(name));
+        fitting.next().map(|(_, width)| *width)
+    }
+
     /// Refuses options that say something about a graph where none is written.
     pub(super) fn refuse(&self) -> anyhow::Result<()> {
         let given = [
@@ -149,6 +162,8 @@ impl GraphArgs {
             ("--kv", self.kv.is_some()),
             ("--keep", !self.keep.is_empty()),
             ("--text", !self.text.is_empty()),
+            ("--spread", self.spread.is_some()),
+            ("--weights", self.weights.is_some()),
             ("--budget-db", self.budget_db.is_some()),
             ("--check-text", self.check_text.is_some()),
             ("--embedding", self.embedding),
@@ -232,14 +247,22 @@ impl GraphRequest<'_> {
         let rounded = self.round(scheme, ranges.as_ref(), source, printer)?;
         let (step, export) = self.step(source, rounded.model.as_deref(), printer)?;
         let width = |name: &str| {
-            let mut fitting = args.keep.iter().rev().filter(|(glob, _)| glob.matches(name));
-            let kept = fitting.next().map(|(_, width)| *width);
-            kept.or_else(|| rounded.raised.contains(whole_name(name)).then_some(WeightWidth::Eight))
+            args.kept(name)
+                .or_else(|| rounded.raised.contains(whole_name(name)).then_some(WeightWidth::Eight))
         };
         let options = SchemeOptions { scheme, kv: args.kv.map(Kv::format), width: &width };
         let kv = options.kv()?;
         let plan = plan(&step, &options);
         check_patterns(&args.keep, &plan)?;
+        if let Some(folder) = &args.weights {
+            let narrow = |width| matches!(width, WeightWidth::Four | WeightWidth::Eight);
+            let absent = plan.iter().find(|matrix| {
+                narrow(matrix.width) && !rounded.matrices.contains_key(whole_name(&matrix.name))
+            });
+            if let Some(matrix) = absent {
+                bail!("{}: has no integers for {}", folder.display(), matrix.name);
+            }
+        }
         let known = match &ranges {
             Some(ranges) => RangeSource::Calibrated(ranges),
             None => RangeSource::Uncalibrated,
@@ -249,8 +272,17 @@ impl GraphRequest<'_> {
             let part = matrix.graph.checked_sub(1).and_then(|head| step.heads.get(head));
             let rows = part.map_or(0..matrix.rows, |head| head.rows.clone());
             match whole.filter(|whole| whole.bits == bits).and_then(|whole| slice(whole, rows)) {
-                Some(part) if part.columns == matrix.columns => Ok(part),
-                _ => round_nearest(values, matrix.rows, matrix.columns, bits),
+                Some(part) if part.columns == matrix.columns => return Ok(part),
+                _ => {}
+            }
+            let (rows, columns) = (matrix.rows, matrix.columns);
+            let met = ranges.as_ref().and_then(|known| known.importance(&matrix.input, &step.spec));
+            match met.filter(|met| met.len() == columns) {
+                Some(met) => {
+                    let error = OutputError::of_importance(met)?;
+                    round_for_output(values, rows, columns, bits, &error)
+                }
+                None => round_nearest(values, rows, columns, bits),
             }
         };
         let formats = (scheme.activations(), kv);
@@ -313,24 +345,41 @@ impl GraphRequest<'_> {
             _ => bail!("--bits and --budget-db go with --scheme mixed, not with {scheme}"),
         };
         let mut rounded = Rounded::default();
+        let rounds = !args.text.is_empty() || args.spread.is_some();
         let Source::Checkpoint(checkpoint) = source else {
-            if ranges.is_some_and(|ranges| ranges.equalized) {
+            if ranges.is_some_and(|ranges| !ranges.columns.is_empty()) {
                 bail!("the ranges are of the checkpoint; calibrate the artifact, or quantize that");
             }
-            if !args.text.is_empty() || budget.is_some() {
-                bail!("--text and --scheme mixed need the checkpoint, and this is an artifact");
+            if rounds || budget.is_some() || args.weights.is_some() {
+                bail!(
+                    "--text, --spread, --weights and --scheme mixed need the checkpoint, and this \
+                     is an artifact"
+                );
             }
             return Ok(rounded);
         };
-        let equal = ranges.is_none_or(|ranges| ranges.equalized);
-        if args.text.is_empty() {
+        let model = Arc::new(match ranges {
+            Some(ranges) => with_columns(checkpoint, &ranges.columns)?,
+            None => equalized(checkpoint)?,
+        });
+        rounded.model = Some(Arc::clone(&model));
+        if let Some(folder) = &args.weights {
+            let artifact = Artifact::open(folder)?;
+            (rounded.matrices, rounded.raised) = self
+                .matrices_of(&artifact, scheme)
+                .with_context(|| folder.display().to_string())?;
+            return Ok(rounded);
+        }
+        if !rounds {
+            if args.quick {
+                bail!("--quick goes with --text or --spread");
+            }
             if budget.is_some() {
                 bail!("--scheme mixed needs --text, to learn which matrices make most noise");
             }
             if scheme.weights() == WeightWidth::Four {
-                printer.warn("weights of 4 bits are rounded to nearest; --text makes better ones");
+                printer.warn("--text makes better weights of 4 bits than a search of scales");
             }
-            rounded.model = equal.then(|| equalized(checkpoint)).transpose()?.map(Arc::new);
             return Ok(rounded);
         }
         let bits = match scheme.weights() {
@@ -338,36 +387,97 @@ impl GraphRequest<'_> {
             WeightWidth::Eight => WeightBits::Eight,
             _ => bail!("--text rounds weights of 4 and 8 bits, and {scheme} has none"),
         };
-        if !equal {
-            bail!("the ranges are of an artifact; --text needs those of the checkpoint");
+        let ids = self.ids(source, checkpoint.config().vocab_size)?;
+        rounded.tokens = ids.len();
+        let bar = Progress::new("rounding");
+        let mut done = 0;
+        let mut progress = |_: &str| {
+            done += 1;
+            bar.set(done, done);
+        };
+        let Some(budget) = budget else {
+            let layers = layer_range(&args.step.layers, checkpoint.config())?;
+            let whole = layers == (0..checkpoint.config().num_layers());
+            let head = whole && !args.step.no_lm_head;
+            let options = LayerOptions { sequence: SEQUENCE, layers, head, follow: !args.quick };
+            let width = |name: &str| match args.kept(name) {
+                Some(WeightWidth::Four) => WeightBits::Four,
+                Some(WeightWidth::Eight) => WeightBits::Eight,
+                _ => bits,
+            };
+            rounded.matrices = round_layers(&model, &ids, &options, &width, &mut progress)?;
+            return Ok(rounded);
+        };
+        let options = ModelOptions {
+            sequence: SEQUENCE,
+            widths: Widths::Mixed(match budget {
+                Budget::Bits(bits) => Budget::Bits(without_gates(bits, checkpoint)),
+                Budget::Decibels(_) => budget,
+            }),
+            measured_tokens: if args.quick { 0 } else { MEASURED },
+            follow: !args.quick,
+        };
+        let known = quantize_model(&model, &ids, &options, &mut progress)?;
+        let raised = known.plan.widths.iter().filter(|(_, bits)| **bits == WeightBits::Eight);
+        rounded.raised = raised.map(|(name, _)| name.clone()).collect();
+        rounded.matrices = known.matrices;
+        Ok(rounded)
+    }
+
+    /// What the weights are rounded for.
+    fn ids(&self, source: &Source, vocabulary: usize) -> anyhow::Result<Vec<u32>> {
+        let args = self.args;
+        if let Some(count) = args.spread {
+            return Ok(spread_ids(Spread::Calibration, count.min(args.text_tokens), vocabulary));
         }
-        let tokenizer = source.tokenizer()?.context("--text needs the model's tokenizer")?;
+        let tokenizer = source.tokenizer()?;
+        let tokenizer = tokenizer.context("--text needs the model's tokenizer; see --spread")?;
         let mut ids = Vec::new();
         for file in &args.text {
             ids.extend(tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?);
         }
         ids.truncate(args.text_tokens);
-        let options = ModelOptions {
-            sequence: SEQUENCE,
-            widths: match budget {
-                None => Widths::Same(bits),
-                Some(Budget::Bits(bits)) => {
-                    Widths::Mixed(Budget::Bits(without_gates(bits, checkpoint)))
-                }
-                Some(budget) => Widths::Mixed(budget),
-            },
-            measured_tokens: if args.quick { 0 } else { MEASURED },
-            follow: !args.quick,
+        Ok(ids)
+    }
+
+    /// The matrices of 4 and 8 bits of `artifact`, and those that have more than the scheme says.
+    fn matrices_of(
+        &self,
+        artifact: &Artifact,
+        scheme: Scheme,
+    ) -> anyhow::Result<(BTreeMap<String, QuantizedMatrix>, BTreeSet<String>)> {
+        let manifest = artifact.manifest();
+        let ranges = match &self.args.ranges {
+            Some(file) => Some(sha256(&fs_err::read(file)?)),
+            None => None,
         };
-        let model = quantize_model(checkpoint, &ids, &options, &mut |_| ())?;
-        let raised = model.plan.widths.iter().filter(|(_, bits)| **bits == WeightBits::Eight);
-        if budget.is_some() {
-            rounded.raised = raised.map(|(name, _)| name.clone()).collect();
+        match &manifest.quantization {
+            Some(known) if known.scheme == scheme.to_string() && known.ranges_sha256 == ranges => {}
+            Some(known) => bail!(
+                "is of scheme {} with {} ranges; what is taken over is of the same scheme and \
+                 ranges",
+                known.scheme,
+                if known.ranges_sha256 == ranges { "the same" } else { "other" }
+            ),
+            None => bail!("is not quantized; --weights takes over integers"),
         }
-        rounded.tokens = ids.len();
-        rounded.matrices = model.matrices;
-        rounded.model = Some(model.model);
-        Ok(rounded)
+        let [entry] = &manifest.graphs[..] else {
+            bail!(
+                "has {} graphs; one with its head in the step is taken over",
+                manifest.graphs.len()
+            )
+        };
+        artifact.verify()?;
+        let graph = artifact.read_graph(entry)?;
+        let (mut matrices, mut raised) = (BTreeMap::new(), BTreeSet::new());
+        let own = scheme.weights().dtype();
+        for (name, matrix) in stored_matrices(&graph)? {
+            if scheme == Scheme::Mixed && matrix.bits == WeightBits::Eight && own != DType::I8 {
+                raised.insert(name.clone());
+            }
+            matrices.insert(name, matrix);
+        }
+        Ok((matrices, raised))
     }
 
     /// The graphs in floats and the options that made them.
