@@ -100,33 +100,22 @@ impl Simd for Avx512Vnni {
     #[inline(always)]
     fn quantized_tile(self, tile: QuantizedTile<'_>) {
         let (sums, _) = tile.sums.as_chunks_mut::<{ 2 * STRIP }>();
-        let (sums, _) = sums.as_chunks_mut::<2>();
+        let (sums, _) = sums.as_chunks_mut::<PAIRS>();
         let [a, b, c, d] = tile.strips;
-        let (format, panel) = (tile.format, tile.panel);
         // SAFETY: the token proves the features.
-        unsafe {
-            if sums.len() < FEW && format != Format::Q8 {
-                tiles(format, [[a, b]], panel, Sums { rows: sums, first: 0 });
-                tiles(format, [[c, d]], panel, Sums { rows: sums, first: 1 });
-            } else {
-                tiles(format, [[a, b], [c, d]], panel, Sums { rows: sums, first: 0 });
-            }
-        }
+        unsafe { tiles(tile.format, [[a, b], [c, d]], tile.panel, sums) };
     }
 }
 
-/// Fewer activation rows than this pass over one pair of strips after the other: there is little to
-/// share, and two streams are read faster than four, unless there is as little to unpack as in Q8.
-const FEW: usize = 4;
+/// Pairs of strips that are read side by side.
+const PAIRS: usize = 2;
 
-/// The products of P pairs of strips.
+/// The sums of activation rows with all strips.
+type Sums<'a> = &'a mut [[[f32; 2 * STRIP]; PAIRS]];
+
+/// The products of all strips.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn tiles<const P: usize>(
-    format: Format,
-    strips: [[&[u8]; 2]; P],
-    panel: Panel<'_>,
-    sums: Sums<'_>,
-) {
+fn tiles(format: Format, strips: [[&[u8]; 2]; PAIRS], panel: Panel<'_>, sums: Sums<'_>) {
     match format {
         Format::Q8 => q8(strips, panel, sums),
         Format::Q4 => q4(strips, panel, sums),
@@ -136,31 +125,17 @@ fn tiles<const P: usize>(
     }
 }
 
-/// The sums of activation rows with two pairs of strips, from the `first` on.
-struct Sums<'a> {
-    rows: &'a mut [[[f32; 2 * STRIP]; 2]],
-    first: usize,
-}
-
-impl Sums<'_> {
-    /// The sums of P pairs.
-    fn rows<const P: usize>(&mut self) -> impl Iterator<Item = &mut [[f32; 2 * STRIP]; P]> {
-        let first = self.first;
-        self.rows.iter_mut().filter_map(move |row| row[first..].first_chunk_mut())
-    }
-}
-
 /// Vectors of eight groups of columns.
 type Groups = [__m512i; 8];
 
-/// The blocks of P pairs of strips, column block by column block, with what to ask for meanwhile.
+/// The blocks of all strips, column block by column block, with what to ask for meanwhile.
 #[inline(always)]
-fn blocks<B: PackedBlock, const P: usize>(
-    strips: [[&[u8]; 2]; P],
-) -> impl Iterator<Item = ([[&B; 2]; P], Ahead)> {
+fn blocks<B: PackedBlock>(
+    strips: [[&[u8]; 2]; PAIRS],
+) -> impl Iterator<Item = ([[&B; 2]; PAIRS], Ahead)> {
     let strips = strips.map(|pair| pair.map(B::strip));
     let count = strips.as_flattened().iter().map(|strip| strip.len()).min().unwrap_or(0);
-    let ahead = Ahead::of_strips::<B>(count, 2 * P);
+    let ahead = Ahead::of_strips::<B>(count, 2 * PAIRS);
     (0..count).map(move |k| (strips.map(|[a, b]| [&a[k], &b[k]]), ahead(k)))
 }
 
@@ -246,15 +221,15 @@ fn nibbles(first: &[[[u8; 4]; STRIP]; 4], second: &[[[u8; 4]; STRIP]; 4]) -> [__
     ]
 }
 
-/// `start` plus the products of four groups from group `FIRST`, for P pairs of strips.
+/// `start` plus the products of four groups from group `FIRST`, for all pairs of strips.
 #[target_feature(enable = "avx512f,avx512vnni")]
 #[inline]
-fn half_dots<const FIRST: usize, const P: usize>(
+fn half_dots<const FIRST: usize>(
     start: __m512i,
-    weights: &[Groups; P],
+    weights: &[Groups; PAIRS],
     x: &ActivationBlock,
-) -> [__m512i; P] {
-    let mut dots = [start; P];
+) -> [__m512i; PAIRS] {
+    let mut dots = [start; PAIRS];
     for (i, group) in x.groups.iter().enumerate().skip(FIRST).take(4) {
         let group = _mm512_set1_epi32(*group);
         for (dot, weights) in dots.iter_mut().zip(weights) {
@@ -264,13 +239,13 @@ fn half_dots<const FIRST: usize, const P: usize>(
     dots
 }
 
-/// `start` plus the products of eight groups, for P pairs of strips. Two short chains keep the
+/// `start` plus the products of eight groups, for all pairs of strips. Two short chains keep the
 /// units busier than a long one.
 #[target_feature(enable = "avx512f,avx512vnni")]
 #[inline]
-fn dots<const P: usize>(start: __m512i, weights: &[Groups; P], x: &ActivationBlock) -> [__m512; P] {
-    let low = half_dots::<0, P>(start, weights, x);
-    let mut high = half_dots::<4, P>(_mm512_setzero_si512(), weights, x);
+fn dots(start: __m512i, weights: &[Groups; PAIRS], x: &ActivationBlock) -> [__m512; PAIRS] {
+    let low = half_dots::<0>(start, weights, x);
+    let mut high = half_dots::<4>(_mm512_setzero_si512(), weights, x);
     for (high, low) in high.iter_mut().zip(low) {
         *high = _mm512_add_epi32(*high, low);
     }
@@ -290,14 +265,14 @@ fn accumulate(sums: &mut [f32; 2 * STRIP], value: __m512, scale: __m512, x: f32)
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q4<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, (blocks, ahead)) in blocks::<PackedQ4, P>(strips).enumerate() {
+fn q4(strips: [[&[u8]; 2]; PAIRS], panel: Panel<'_>, sums: Sums<'_>) {
+    for (k, (blocks, ahead)) in blocks::<PackedQ4>(strips).enumerate() {
         blocks.as_flattened().iter().for_each(|block| ahead.prefetch(*block));
         let weights = blocks.map(|[a, b]| nibbles(&a.nibbles, &b.nibbles));
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
-        for (sums, x) in sums.rows::<P>().zip(panel.block(k)) {
+        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
             let dots = dots(_mm512_set1_epi32(x.offset), &weights, x);
-            for i in 0..P {
+            for i in 0..PAIRS {
                 accumulate(&mut sums[i], dots[i], scales[i], x.scale);
             }
         }
@@ -305,9 +280,9 @@ fn q4<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q8<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
+fn q8(strips: [[&[u8]; 2]; PAIRS], panel: Panel<'_>, sums: Sums<'_>) {
     let sign = _mm512_set1_epi8(-128);
-    for (k, (blocks, ahead)) in blocks::<PackedQ8, P>(strips).enumerate() {
+    for (k, (blocks, ahead)) in blocks::<PackedQ8>(strips).enumerate() {
         blocks.as_flattened().iter().for_each(|block| ahead.prefetch(*block));
         // Weights plus 128.
         let weights = blocks.map(|[a, b]| {
@@ -315,10 +290,10 @@ fn q8<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<
             [load(0), load(1), load(2), load(3), load(4), load(5), load(6), load(7)]
         });
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
-        for (sums, x) in sums.rows::<P>().zip(panel.block(k)) {
+        for (sums, x) in sums.iter_mut().zip(panel.block(k)) {
             let start = _mm512_slli_epi32::<4>(_mm512_set1_epi32(x.offset));
             let dots = dots(start, &weights, x);
-            for i in 0..P {
+            for i in 0..PAIRS {
                 accumulate(&mut sums[i], dots[i], scales[i], x.scale);
             }
         }
@@ -345,17 +320,18 @@ fn q4_k_scales([a, b]: [&PackedQ4K; 2], sub: usize, [scales, mins]: [__m512; 2])
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q4_k<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, (blocks, ahead)) in blocks::<PackedQ4K, P>(strips).enumerate() {
+fn q4_k(strips: [[&[u8]; 2]; PAIRS], panel: Panel<'_>, sums: Sums<'_>) {
+    for (k, (blocks, ahead)) in blocks::<PackedQ4K>(strips).enumerate() {
         let of_block =
             blocks.map(|[a, b]| [load_scales(&a.scales, &b.scales), load_scales(&a.mins, &b.mins)]);
         for sub in 0..8 {
             blocks.as_flattened().iter().for_each(|block| ahead.prefetch(&block.nibbles[sub]));
             let weights = blocks.map(|[a, b]| nibbles(&a.nibbles[sub], &b.nibbles[sub]));
-            let scales: [_; P] = std::array::from_fn(|i| q4_k_scales(blocks[i], sub, of_block[i]));
-            for (sums, x) in sums.rows::<P>().zip(panel.block(k * 8 + sub)) {
+            let scales: [_; PAIRS] =
+                std::array::from_fn(|i| q4_k_scales(blocks[i], sub, of_block[i]));
+            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
                 let dots = dots(_mm512_setzero_si512(), &weights, x);
-                for i in 0..P {
+                for i in 0..PAIRS {
                     let [scale, min] = scales[i];
                     accumulate(&mut sums[i], dots[i], scale, x.scale);
                     // SAFETY: the array has 64 bytes.
@@ -392,8 +368,8 @@ fn q6_k_values([first, second]: [&PackedQ6K; 2], sub: usize) -> Groups {
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn q6_k<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sums<'_>) {
-    for (k, (blocks, ahead)) in blocks::<PackedQ6K, P>(strips).enumerate() {
+fn q6_k(strips: [[&[u8]; 2]; PAIRS], panel: Panel<'_>, sums: Sums<'_>) {
+    for (k, (blocks, ahead)) in blocks::<PackedQ6K>(strips).enumerate() {
         let scales = blocks.map(|[a, b]| load_scales(&a.scales, &b.scales));
         for sub in 0..8 {
             for block in blocks.as_flattened() {
@@ -410,11 +386,11 @@ fn q6_k<const P: usize>(strips: [[&[u8]; 2]; P], panel: Panel<'_>, mut sums: Sum
             });
             // Four times the one or the other of a pair of int16.
             let (first, second) = (_mm512_set1_epi32(4), _mm512_set1_epi32(4 << 16));
-            for (sums, x) in sums.rows::<P>().zip(panel.block(k * 8 + sub)) {
+            for (sums, x) in sums.iter_mut().zip(panel.block(k * 8 + sub)) {
                 let offsets = _mm512_set1_epi32(bytemuck::cast(x.half_offsets));
-                let first = half_dots::<0, P>(_mm512_madd_epi16(offsets, first), &weights, x);
-                let second = half_dots::<4, P>(_mm512_madd_epi16(offsets, second), &weights, x);
-                for i in 0..P {
+                let first = half_dots::<0>(_mm512_madd_epi16(offsets, first), &weights, x);
+                let second = half_dots::<4>(_mm512_madd_epi16(offsets, second), &weights, x);
+                for i in 0..PAIRS {
                     // Exact: both terms and their sum are integers below 2²⁴.
                     let dot = _mm512_mul_ps(_mm512_cvtepi32_ps(first[i]), sub_scales[i][0]);
                     let second = _mm512_cvtepi32_ps(second[i]);
