@@ -64,7 +64,7 @@ pub struct Sampler {
     history: Vec<u32>,
     /// How often an id is in the output, for each id in prompt or output, in order of the ids;
     /// empty without penalties.
-    counts: Vec<(u32, u32)>,
+    counts: Vec<(u32, f32)>,
     picked: usize,
     row: Row,
     track: Track,
@@ -130,9 +130,10 @@ impl Sampler {
     pub fn with_prompt(mut self, prompt: &[u32]) -> Self {
         self.history = prompt.to_vec();
         if self.options.has_penalties() {
-            self.counts = prompt.iter().map(|&id| (id, 0)).collect();
-            self.counts.sort_unstable();
-            self.counts.dedup();
+            let mut ids = prompt.to_vec();
+            ids.sort_unstable();
+            ids.dedup();
+            self.counts = ids.into_iter().map(|id| (id, 0.0)).collect();
         }
         self
     }
@@ -161,8 +162,8 @@ impl Sampler {
         self.history.push(id);
         if self.options.has_penalties() {
             match self.counts.binary_search_by_key(&id, |&(id, _)| id) {
-                Ok(index) => self.counts[index].1 = self.counts[index].1.saturating_add(1),
-                Err(index) => self.counts.insert(index, (id, 1)),
+                Ok(index) => self.counts[index].1 += 1.0,
+                Err(index) => self.counts.insert(index, (id, 1.0)),
             }
         }
         Ok(id)
@@ -259,8 +260,8 @@ impl Sampler {
                 let logit = *changed;
                 // One summand is zero.
                 let repeated = logit.max(0.0) / penalty + logit.min(0.0) * penalty;
-                let presence = if count > 0 { options.presence_penalty } else { 0.0 };
-                let penalized = repeated - options.frequency_penalty * count as f32 - presence;
+                let presence = if count > 0.0 { options.presence_penalty } else { 0.0 };
+                let penalized = repeated - options.frequency_penalty * count - presence;
                 *changed = if logit.is_finite() { within_finite(penalized) } else { logit };
             }
             for (&changed, &(id, _)) in changed.iter().zip(counts) {
