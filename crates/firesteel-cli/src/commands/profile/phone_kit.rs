@@ -364,7 +364,7 @@ impl Values<'_> {
         let tensor = self.outputs.get(self.spec, role).with_context(|| {
             format!(
                 "the reference returns no {role:?}, which goes from one graph to the next; give the \
-                 checkpoint with --against"
+                 checkpoint with --against, and expect what it computes (--expect checkpoint)"
             )
         })?;
         Ok(tensor.view().to_f32()?.into_owned())
