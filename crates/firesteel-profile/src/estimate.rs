@@ -1,7 +1,9 @@
 use crate::fit::{Fit, FitSelection, fit};
 use crate::groups::{Group, Grouped};
 use crate::table::require_length;
-use crate::traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};
+use crate::traffic::{
+    Cost, ElementBits, NodeCost, count_graph, largest_working_set, peak_activations,
+};
 use crate::{KvElement, PartKind, ProfileError, Provenance, Quantity, Table};
 use firesteel_check::audit::Schematic;
 use firesteel_checkpoint::{Checkpoint, LayerKind, ModelConfig, RandomWeights};
@@ -59,6 +61,9 @@ pub struct StepCost {
     pub total: Cost,
     /// Bytes that have to cross the memory, of `total`.
     pub memory_bytes: u64,
+    /// The most bytes of activations that are alive at the same time in one of its graphs, in which
+    /// a layer of each kind stands for all.
+    pub activation_bytes: u64,
     /// The operator that reads and writes most activations and cache entries.
     pub largest_operator: Option<LargestOperator>,
     /// The nodes of all parts, each as often as the step has it.
@@ -79,7 +84,10 @@ pub struct LargestOperator {
 impl StepCost {
     /// Adds the nodes of each part up: `sliding`, `full` and `head` are lists of nodes, one of
     /// them for each layer or graph of the head.
-    fn from_parts(parts: [(PartKind, Vec<Vec<NodeCost>>); 3]) -> Result<Self, ProfileError> {
+    fn from_parts(
+        parts: [(PartKind, Vec<Vec<NodeCost>>); 3],
+        activation_bytes: u64,
+    ) -> Result<Self, ProfileError> {
         let overflow = || ProfileError::Overflow { what: "a step" };
         let (mut costs, mut total, mut all) = (Vec::new(), Cost::default(), Vec::new());
         for (kind, members) in parts {
@@ -111,6 +119,7 @@ impl StepCost {
             parts: costs,
             memory_bytes: total.memory_bytes(),
             total,
+            activation_bytes,
             largest_operator,
             nodes: all,
         })
@@ -144,36 +153,38 @@ impl StepCost {
             };
             Ok(build(&checkpoint, &options)?)
         };
+        let mut peak = 0;
+        let mut count = |graph: &Graph| {
+            peak = peak_activations(graph, Some(bits))?.max(peak);
+            count_graph(graph, Some(bits))
+        };
         let mut layers: Vec<Vec<Vec<NodeCost>>> = Vec::new();
         for kind in LayerKind::ALL {
             let found = config.layer_types.iter().position(|k| *k == kind);
             let nodes = match found {
-                Some(layer) => count_graph(&make(layer, Logits::Hidden)?.graph, Some(bits))?,
+                Some(layer) => count(&make(layer, Logits::Hidden)?.graph)?,
                 None => Vec::new(),
             };
-            let count = config.layer_types.iter().filter(|k| **k == kind).count();
-            layers.push(vec![nodes; count]);
+            let layers_of_kind = config.layer_types.iter().filter(|k| **k == kind).count();
+            layers.push(vec![nodes; layers_of_kind]);
         }
         let full = layers.pop().unwrap_or_default();
         let sliding = layers.pop().unwrap_or_default();
         let head = match choice.head_shards {
             0 => Vec::new(),
             1 => {
-                let mut nodes = count_graph(&make(0, Logits::Last)?.graph, Some(bits))?;
+                let mut nodes = count(&make(0, Logits::Last)?.graph)?;
                 nodes.retain(|node| of_head(&node.node));
                 vec![nodes]
             }
             _ => {
                 let step = make(0, Logits::Last)?;
-                let graphs = step.heads.iter().map(|head| count_graph(&head.graph, Some(bits)));
+                let graphs = step.heads.iter().map(|head| count(&head.graph));
                 graphs.collect::<Result<_, _>>()?
             }
         };
-        Self::from_parts([
-            (PartKind::Sliding, sliding),
-            (PartKind::Full, full),
-            (PartKind::Head, head),
-        ])
+        let parts = [(PartKind::Sliding, sliding), (PartKind::Full, full), (PartKind::Head, head)];
+        Self::from_parts(parts, peak)
     }
 
     /// The cost of the graphs of an artifact: the step, then the parts of the head. `kinds` are
@@ -212,11 +223,10 @@ impl StepCost {
             nodes.map(|(nodes, _)| std::mem::take(nodes)).collect::<Vec<_>>()
         };
         let (sliding, full) = (of_kind(LayerKind::Sliding), of_kind(LayerKind::Full));
-        Self::from_parts([
-            (PartKind::Sliding, sliding),
-            (PartKind::Full, full),
-            (PartKind::Head, heads),
-        ])
+        let peaks = graphs.iter().map(|graph| peak_activations(graph, None));
+        let peak = peaks.collect::<Result<Vec<u64>, _>>()?.into_iter().max().unwrap_or(0);
+        let parts = [(PartKind::Sliding, sliding), (PartKind::Full, full), (PartKind::Head, heads)];
+        Self::from_parts(parts, peak)
     }
 
     /// Puts what the compiler planned for the same graphs beside the counts. Bytes that belong to

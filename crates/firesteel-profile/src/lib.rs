@@ -42,6 +42,8 @@ pub use report::{Axis, Document, Figure, Mark, Point, ReportInput, Series, Unit}
 pub use report_html::html;
 pub use table::{LayerShape, Measurement, Origin, PartKind, Source, Statistic, Table};
 pub use times::RunTimes;
-pub use traffic::{Cost, ElementBits, NodeCost, count_graph, largest_working_set};
+pub use traffic::{
+    Cost, ElementBits, NodeCost, count_graph, largest_working_set, peak_activations,
+};
 pub use vtcm::{CompiledGraph, SessionGraph, VTCM_BYTES};
 pub use weights::{ModelBytes, WeightCoding, WeightCount};

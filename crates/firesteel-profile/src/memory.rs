@@ -1,7 +1,8 @@
 use crate::table::require_length;
-use crate::{ModelBytes, ProfileError};
+use crate::{ModelBytes, ProfileError, StepChoice, StepCost};
 use firesteel_checkpoint::ModelConfig;
 use firesteel_engine::KvFormat;
+use firesteel_export::Gelu;
 use firesteel_step::{CacheLayoutChoice, kv_bytes};
 use serde::Serialize;
 use std::fmt;
@@ -105,8 +106,6 @@ pub struct Memory {
     pub ram_bytes: Option<u64>,
     /// Bytes that a graph can address.
     pub graph_limit_bytes: u64,
-    /// Activations of a step; known from a compiled graph only.
-    pub activation_bytes: Option<u64>,
     /// The compiled graph; known once there is one.
     pub context_binary_bytes: Option<u64>,
     /// What a compiled graph spills and fills; known from a compiled graph only.
@@ -124,6 +123,10 @@ pub struct ContextMemory {
     pub kv_bytes: u64,
     /// The same if every layer kept the whole context.
     pub kv_all_full_bytes: u64,
+    /// The most activations that are alive at the same time in a step of one token, as its graph
+    /// is exported ([`StepCost`](crate::StepCost)): 16 bits each, or 32 beside caches of f32.
+    /// `None` with caches in blocks, which no graph has.
+    pub activation_bytes: Option<u64>,
     /// One for each format of the weights.
     pub plans: Vec<Plan>,
 }
@@ -186,7 +189,6 @@ pub fn memory(request: &MemoryRequest<'_>) -> Result<Memory, ProfileError> {
         kv: *kv,
         ram_bytes: *ram,
         graph_limit_bytes: GRAPH_LIMIT,
-        activation_bytes: None,
         context_binary_bytes: None,
         spill_bytes: None,
         contexts: counted,
@@ -220,7 +222,31 @@ fn at_context(request: &MemoryRequest<'_>, context: usize) -> Result<ContextMemo
             graphs: split.ok(),
         });
     }
-    Ok(ContextMemory { context, kv_bytes: kv_total, kv_all_full_bytes: kv_all_full, plans })
+    Ok(ContextMemory {
+        context,
+        kv_bytes: kv_total,
+        kv_all_full_bytes: kv_all_full,
+        activation_bytes: activations(request, context)?,
+        plans,
+    })
+}
+
+fn activations(request: &MemoryRequest<'_>, context: usize) -> Result<Option<u64>, ProfileError> {
+    let precision = match request.kv {
+        KvElement::F32 => "fp32",
+        KvElement::F16 => "fp16",
+        KvElement::I16 | KvElement::I8 => "w8a16",
+        KvElement::Q8 => return Ok(None),
+    };
+    let choice = StepChoice {
+        context,
+        layout: request.layout,
+        precision: precision.to_owned(),
+        kv: Some(request.kv),
+        gelu: Gelu::Exact,
+        head_shards: 1,
+    };
+    Ok(Some(StepCost::of_choice(request.config, &choice)?.activation_bytes))
 }
 
 /// Graphs of consecutive layers, each as long as it can be: no other order has fewer.

@@ -178,6 +178,16 @@ pub fn largest_working_set(costs: &[NodeCost]) -> Option<(&str, u64)> {
     moved.max_by_key(|(_, bytes)| *bytes).filter(|(_, bytes)| *bytes > 0)
 }
 
+/// The most bytes of activations that are alive at the same time when the nodes run in their order:
+/// inputs and outputs of the graph and what operators hand on, without the caches that the graph
+/// takes and without weights. `bits` as in [`count_graph`].
+///
+/// # Errors
+/// When a count does not fit in 64 bits.
+pub fn peak_activations(graph: &Graph, bits: Option<ElementBits>) -> Result<u64, ProfileError> {
+    Counter::new(graph, bits).peak().ok_or(ProfileError::Overflow { what: "activations" })
+}
+
 struct Counter<'a> {
     graph: &'a Graph,
     bits: Option<ElementBits>,
@@ -350,6 +360,62 @@ impl<'a> Counter<'a> {
         }
         cost.operations = self.operations(node)?;
         Some(cost)
+    }
+
+    /// Where a value lies: a change of the shape has the memory of its input, and what stands on
+    /// the one side of a conversion has that of the integers on the other.
+    fn place(&self, id: ValueId) -> ValueId {
+        let mut at = self.target(id);
+        while let Some(node) = self.producers.get(&at) {
+            let same = match node.op {
+                Op::Reshape { .. } => true,
+                Op::DequantizeLinear { .. } => !self.stands_alone(node),
+                _ => false,
+            };
+            match node.inputs.first() {
+                Some(&input) if same => at = input,
+                _ => break,
+            }
+        }
+        at
+    }
+
+    /// See [`peak_activations`].
+    fn peak(&self) -> Option<u64> {
+        let nodes = self.graph.nodes();
+        // First and last node that touches a place; what enters is there before the first.
+        let mut spans: HashMap<ValueId, (usize, usize)> = HashMap::new();
+        let mut touch = |id: ValueId, node: usize| {
+            let (_, last) = spans.entry(self.place(id)).or_insert((node, node));
+            *last = node.max(*last);
+        };
+        self.graph.inputs().iter().for_each(|id| touch(*id, 0));
+        for (index, node) in nodes.iter().enumerate() {
+            let values = node.inputs.iter().chain(&node.outputs);
+            values
+                .filter(|id| self.graph.constant(**id).is_none())
+                .for_each(|id| touch(*id, index));
+        }
+        self.graph.outputs().iter().for_each(|id| touch(*id, nodes.len()));
+        let mut changes = vec![(0u64, 0u64); nodes.len() + 2];
+        for (place, (first, last)) in spans {
+            let taken =
+                self.graph.inputs().contains(&place) && is_cache(&self.graph.value(place).name);
+            if taken || self.graph.constant(place).is_some() {
+                continue;
+            }
+            let bytes = self.stored_bytes(place)?;
+            let (born, _) = changes.get_mut(first)?;
+            *born = born.checked_add(bytes)?;
+            let (_, gone) = changes.get_mut(last + 1)?;
+            *gone = gone.checked_add(bytes)?;
+        }
+        let (mut alive, mut peak) = (0u64, 0u64);
+        for (born, gone) in changes {
+            alive = alive.checked_sub(gone)?.checked_add(born)?;
+            peak = peak.max(alive);
+        }
+        Some(peak)
     }
 
     /// Bytes of the scales that a matrix of integers has in the graph.

@@ -5,12 +5,14 @@
 use firesteel_check::audit::{NodeTraffic, Schematic, Traffic};
 use firesteel_checkpoint::{Checkpoint, LayerKind, ModelConfig, RandomWeights, preset};
 use firesteel_export::{Dialect, ExportOptions, Gelu, Precision, build};
+use firesteel_graph::{Graph, Op};
 use firesteel_profile::{
     ElementBits, Estimate, Fit, FitSelection, Group, Grouped, KvElement, ModelBytes, OperatorTime,
     OperatorTimes, PartKind, Provenance, Quantity, StepChoice, StepCost, Table, Term, WeightCoding,
-    WhatIf, cache_moves, fit, what_if,
+    WhatIf, cache_moves, fit, peak_activations, what_if,
 };
 use firesteel_step::{CacheLayoutChoice, Logits, kv_bytes};
+use firesteel_tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -402,4 +404,23 @@ fn nothing_is_dropped() {
     assert_eq!(grouped.share(Group::Norms), 0.0);
     let empty = Grouped::of(&OperatorTimes { operators: Vec::new(), ..times });
     assert_eq!((empty.total, empty.groups.len()), (0.0, 0));
+}
+
+#[test]
+fn activations_live_from_their_node_to_their_last_reader() {
+    let mut graph = Graph::new("hand");
+    let x = graph.input("x", DType::F32, vec![1, 4]).unwrap();
+    let cache = graph.input("k_cache_0", DType::F32, vec![8, 4]).unwrap();
+    let doubled = graph.add(Op::Add, &[x, x], "doubled").unwrap();
+    let flat = graph.add(Op::Reshape { shape: vec![4] }, &[doubled], "flat").unwrap();
+    let squared = graph.add(Op::Mul, &[flat, flat], "squared").unwrap();
+    let late = graph.add(Op::Add, &[squared, x], "late").unwrap();
+    let joined = graph.add(Op::Concat { axis: 0 }, &[cache, late], "joined").unwrap();
+    graph.output(joined).unwrap();
+    // x, doubled and squared, then x, squared and late: 48 bytes. At the end late (16 bytes) and
+    // joined (9 · 16): its input that is a cache does not count, and flat is where doubled is.
+    assert_eq!(peak_activations(&graph, None).unwrap(), 16 + 9 * 16);
+    let bits = ElementBits { weights: 8, activations: 16, cache: 8 };
+    // Joined with a cache, late and joined are entries of one.
+    assert_eq!(peak_activations(&graph, Some(bits)).unwrap(), 4 + 9 * 4);
 }

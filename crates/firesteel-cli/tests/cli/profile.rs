@@ -189,6 +189,7 @@ fn memory_agrees_with_inspect() {
                 assert_eq!(at["context"], kv["context"], "{model}");
                 assert_eq!(at["kv_bytes"], kv[layout]["bytes"], "{model} {layout}");
                 assert_eq!(at["kv_all_full_bytes"], kv["all_full"]["bytes"], "{model}");
+                assert!(at["activation_bytes"].as_u64().unwrap() > 0, "{model}");
                 let plans = at["plans"].as_array().unwrap();
                 assert_eq!(plans.len(), if inspected["head"].is_null() { 3 } else { 4 }, "{model}");
                 for plan in plans {
@@ -199,8 +200,7 @@ fn memory_agrees_with_inspect() {
                     assert_eq!(plan["weights_and_kv_fit"], Value::Null);
                 }
             }
-            for unknown in ["activation_bytes", "context_binary_bytes", "spill_bytes", "ram_bytes"]
-            {
+            for unknown in ["context_binary_bytes", "spill_bytes", "ram_bytes"] {
                 assert_eq!(memory.get(unknown), Some(&Value::Null), "{unknown}");
             }
         }

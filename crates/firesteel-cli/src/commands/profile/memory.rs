@@ -13,8 +13,9 @@ use std::process::ExitCode;
 /// Bytes of weights and caches, and the graphs that a Hexagon session can hold.
 ///
 /// Everything is counted from shapes, nothing is measured: weights as the checkpoint stores them
-/// and in the formats that `inspect` names, and the caches of one sequence. Activations, compiled
-/// graphs and what else a device needs come on top and are null. A graph is consecutive layers
+/// and in the formats that `inspect` names, the caches of one sequence, and the most
+/// activations that are alive at the same time in a step. Compiled graphs and what else a device
+/// needs come on top and are null. A graph is consecutive layers
 /// (as `export --layers` takes them) with their cache inputs, together at most 2 GiB.
 #[derive(Debug, Args)]
 pub(crate) struct MemoryCommand {
@@ -87,6 +88,7 @@ fn print(report: &Report<'_>, printer: &mut Printer) -> anyhow::Result<()> {
     let memory = &report.memory;
     printer.line(format!("{}: counted from shapes, nothing is measured", report.model))?;
     let mut titles = vec!["context".to_owned(), format!("KV {}", memory.kv), "KV all full".into()];
+    titles.push("activations".into());
     for plan in memory.contexts.first().map_or(&[][..], |context| &context.plans) {
         titles.extend([format!("with {} weights", plan.weights), "graphs".into()]);
     }
@@ -96,6 +98,7 @@ fn print(report: &Report<'_>, printer: &mut Printer) -> anyhow::Result<()> {
             context.context.to_string(),
             mebibytes(context.kv_bytes),
             mebibytes(context.kv_all_full_bytes),
+            context.activation_bytes.map_or_else(|| "-".into(), mebibytes),
         ];
         for plan in &context.plans {
             let over = if plan.weights_and_kv_fit == Some(false) { "over " } else { "" };
@@ -125,7 +128,10 @@ fn print(report: &Report<'_>, printer: &mut Printer) -> anyhow::Result<()> {
             mebibytes(ram)
         ))?;
     }
-    printer.line("not counted: activations, compiled graphs and what they spill")?;
+    printer.line(
+        "with … weights: weights and caches; compiled graphs and what they spill are not counted, \
+         `profile estimate` of a compiled artifact tells them",
+    )?;
     Ok(())
 }
 
