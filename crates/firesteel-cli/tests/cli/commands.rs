@@ -498,6 +498,7 @@ fn help_of_bench() {
       export   Export against a plain writer of the same bytes, and the memory it takes
       kernels  Every kernel against scalar and against the read bandwidth
       decode   Prompt and decoding speed of a checkpoint, against the read bandwidth
+      qnn      What the compiler for a phone's NPU plans for layers spelled in different ways
       sampler  Picking a token against the time of a step
       help     Print this message or the help of the given subcommand(s)
 

@@ -152,10 +152,10 @@ fn memory_of_a_shape() {
     let text = stdout(&[&["profile", "memory", "--model", SHAPE][..], &options].concat());
     assert_snapshot!(text, @"
     spark-x2.5-1.7b: counted from shapes, nothing is measured
-    context       KV f16  KV all full  with f16 weights  graphs  with int8_per_row weights  graphs  with int4_per_row weights  graphs
-    4096        77.0 MiB    224.0 MiB        3334.1 MiB       2                 1708.7 MiB       1                  894.7 MiB       1
-    32768      469.0 MiB   1792.0 MiB        3726.1 MiB       2                 2100.7 MiB       2                 1286.7 MiB       1
-    1048576  14357.0 MiB  57344.0 MiB  over 17614.1 MiB       -           over 15988.7 MiB       -           over 15174.7 MiB       -
+    context       KV f16  KV all full  activations  with f16 weights  graphs  with int8_per_row weights  graphs  with int4_per_row weights  graphs
+    4096        77.0 MiB    224.0 MiB     12.0 MiB        3334.1 MiB       2                 1708.7 MiB       1                  894.7 MiB       1
+    32768      469.0 MiB   1792.0 MiB     96.1 MiB        3726.1 MiB       2                 2100.7 MiB       2                 1286.7 MiB       1
+    1048576  14357.0 MiB  57344.0 MiB   3074.0 MiB  over 17614.1 MiB       -           over 15988.7 MiB       -           over 15174.7 MiB       -
     context 4096, f16: 0:20 2015.8 MiB, 20:28 and head 1318.3 MiB
     context 32768, f16: 0:18 2034.7 MiB, 18:28 and head 1691.4 MiB
     context 32768, int8_per_row: 0:28 1844.2 MiB, head 256.5 MiB
@@ -163,7 +163,7 @@ fn memory_of_a_shape() {
     context 1048576, int8_per_row: no graphs, layer 3 alone has 51503104 bytes of weights and 2147483648 of cache, above the 2147483648 of a graph
     context 1048576, int4_per_row: no graphs, layer 3 alone has 25812992 bytes of weights and 2147483648 of cache, above the 2147483648 of a graph
     over: weights and caches alone are more than the 8192.0 MiB of the device
-    not counted: activations, compiled graphs and what they spill
+    with … weights: weights and caches; compiled graphs and what they spill are not counted, `profile estimate` of a compiled artifact tells them
     ");
 }
 
