@@ -45,6 +45,11 @@ impl Avx512Vnni {
             && is_x86_feature_detected!("avx512vnni"))
         .then_some(Self(()))
     }
+
+    /// What else it proves.
+    pub(crate) fn avx2(self) -> Avx2 {
+        Avx2(())
+    }
 }
 
 /// Proof that this CPU has NEON with the dot product instructions.

@@ -119,7 +119,7 @@ impl Simd for Avx2 {
 const STREAMS: usize = MAX_STRIPS;
 
 /// Fewer activation rows than this are bound by memory; more keep a strip in registers.
-const FEW: usize = 4;
+pub(super) const FEW: usize = 4;
 
 /// The products of S strips.
 #[target_feature(enable = "avx2,fma,f16c")]
