@@ -26,9 +26,17 @@ enum Source {
     },
     Scaled {
         weight: Arc<Weight>,
-        /// One factor a column.
+        /// One factor for each index in `axis`.
         factors: Arc<[f32]>,
+        axis: Axis,
     },
+}
+
+/// What of a matrix has a factor of its own.
+#[derive(Debug, Clone, Copy)]
+enum Axis {
+    Rows,
+    Columns,
 }
 
 /// Whole rows of a weight, in one place of one file.
@@ -96,12 +104,24 @@ impl Weight {
     /// This weight under the name `name`, each column times its factor, as f32 elements that are
     /// made when they are read; `None` when there is not one factor a column.
     pub fn with_scaled_columns(&self, name: &str, factors: &[f32]) -> Option<Self> {
-        (self.shape.last() == Some(&factors.len()) && !factors.is_empty()).then(|| Self {
+        (self.shape.last() == Some(&factors.len()) && !factors.is_empty())
+            .then(|| self.scaled(name, factors, Axis::Columns))
+    }
+
+    /// As [`with_scaled_columns`](Self::with_scaled_columns), each row times its factor.
+    pub fn with_scaled_rows(&self, name: &str, factors: &[f32]) -> Option<Self> {
+        (self.shape.first() == Some(&factors.len()) && self.element_count() > 0)
+            .then(|| self.scaled(name, factors, Axis::Rows))
+    }
+
+    fn scaled(&self, name: &str, factors: &[f32], axis: Axis) -> Self {
+        let (weight, factors) = (Arc::new(self.clone()), factors.into());
+        Self {
             name: name.into(),
             shape: self.shape.clone(),
             format: WeightFormat::Float(DType::F32),
-            source: Source::Scaled { weight: Arc::new(self.clone()), factors: factors.into() },
-        })
+            source: Source::Scaled { weight, factors, axis },
+        }
     }
 
     /// Name in the checkpoint; that of the fused tensor where the checkpoint stores its parts.
@@ -176,11 +196,20 @@ impl Weight {
             Source::Random { generator, start } => {
                 generator.read_f32(start.saturating_add(first_element), self.dtype(), out)
             }
-            Source::Scaled { weight, factors } => {
+            Source::Scaled { weight, factors, axis } => {
                 weight.read_f32(first_element, out)?;
-                let from = first_element % factors.len();
-                for (value, factor) in out.iter_mut().zip(factors.iter().cycle().skip(from)) {
-                    *value *= factor;
+                match axis {
+                    Axis::Columns => {
+                        let from = first_element % factors.len();
+                        let factors = factors.iter().cycle().skip(from);
+                        out.iter_mut().zip(factors).for_each(|(value, factor)| *value *= factor);
+                    }
+                    Axis::Rows => {
+                        let columns = self.element_count() / factors.len();
+                        for (index, value) in (first_element..).zip(out) {
+                            *value *= factors.get(index / columns).copied().unwrap_or(1.0);
+                        }
+                    }
                 }
                 Ok(())
             }
@@ -269,9 +298,13 @@ impl Weight {
                 generator: Arc::clone(generator),
                 start: start.checked_add(first)?,
             },
-            Source::Scaled { weight, factors } => Source::Scaled {
+            Source::Scaled { weight, factors, axis } => Source::Scaled {
                 weight: Arc::new(weight.rows(range.clone())?),
-                factors: Arc::clone(factors),
+                factors: match axis {
+                    Axis::Rows => factors.get(range.clone())?.into(),
+                    Axis::Columns => Arc::clone(factors),
+                },
+                axis: *axis,
             },
             Source::Mapped(pieces) => {
                 let mut taken = Vec::new();
@@ -303,12 +336,12 @@ impl Weight {
             Source::Random { generator, start } => {
                 format!("{}:{}:{start}+{}", generator.key(), self.format, self.element_count())
             }
-            Source::Scaled { weight, factors } => {
+            Source::Scaled { weight, factors, axis } => {
                 // FNV-1a over the factors.
                 let hash = factors.iter().fold(0xcbf2_9ce4_8422_2325u64, |hash, factor| {
                     (hash ^ u64::from(factor.to_bits())).wrapping_mul(0x0100_0000_01b3)
                 });
-                format!("{}*{hash:016x}", weight.key())
+                format!("{}*{axis:?}:{hash:016x}", weight.key())
             }
             Source::Mapped(pieces) => {
                 let mut key = String::new();
