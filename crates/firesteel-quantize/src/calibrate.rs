@@ -170,31 +170,32 @@ fn watched(graph: &Graph, spec: &StepSpec) -> HashMap<ValueId, Watched> {
     };
     let is_mask = |id: ValueId| role(id).is_some_and(|t| matches!(t.role, Role::Mask(_)));
     let mut watched = HashMap::new();
-    let mut watch = |id: ValueId, floor: f64| {
+    let mut watch = |id: ValueId, floor: f64, entry: bool| {
         let value = graph.value(id);
         let width = value.shape.last().copied().unwrap_or(1);
         let key = range_key(&value.name, spec);
-        let channels = if value.shape.len() == 2 && key != "logits" { width } else { 0 };
+        let rows = value.shape.len() == 2 && key != "logits";
+        let channels = if rows || entry { width } else { 0 };
         watched.insert(id, Watched { key, width, channels, floor });
     };
     for id in graph.inputs() {
         if role(*id).is_some_and(|t| t.role == Role::Embedding) {
-            watch(*id, f64::NEG_INFINITY);
+            watch(*id, f64::NEG_INFINITY, false);
         }
     }
     for node in graph.nodes() {
         if matches!(node.op, Op::Concat { .. }) && node.inputs.iter().any(|id| is_cache(*id)) {
             for entry in node.inputs.iter().filter(|id| !is_cache(**id)) {
-                watch(*entry, f64::NEG_INFINITY);
+                watch(*entry, f64::NEG_INFINITY, true);
             }
         } else if !moves(&node.op) {
             let masked = node.op == Op::Add && node.inputs.iter().any(|id| is_mask(*id));
             let floor = if masked { f64::from(spec.mask_value) / 2.0 } else { f64::NEG_INFINITY };
-            watch(node.outputs[0], floor);
+            watch(node.outputs[0], floor, false);
         }
         if node.op == Op::Gemm {
             // Which columns count may show only after the elements have moved.
-            watch(node.inputs[0], f64::NEG_INFINITY);
+            watch(node.inputs[0], f64::NEG_INFINITY, false);
         }
     }
     watched

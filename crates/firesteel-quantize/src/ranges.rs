@@ -2,6 +2,7 @@ use crate::names::range_key;
 use crate::weights::{ColumnSizes, Importance};
 use crate::{Method, QuantizeError};
 use firesteel_artifact::FileHash;
+use firesteel_export::Gelu;
 use firesteel_step::StepSpec;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use std::io::Read;
 use std::path::Path;
 
 /// Version of the file's layout that is written and read.
-pub const RANGES_VERSION: u32 = 2;
+pub const RANGES_VERSION: u32 = 3;
 
 /// Value of the file's first key.
 const FORMAT: &str = "firesteel-ranges";
@@ -34,8 +35,10 @@ pub struct Ranges {
     pub columns: ColumnSizes,
     /// What matrices are multiplied with; empty when their weights are not to be rounded for it.
     pub importance: Importance,
-    /// The texts.
+    /// The texts; none when the ids came from nowhere.
     pub texts: Vec<TextHash>,
+    /// Form of the activation that was run.
+    pub gelu: Gelu,
     /// Tokens that were run.
     pub tokens: u64,
     /// Most tokens of a sequence, each of which begins with empty caches.
@@ -145,6 +148,8 @@ impl Ranges {
             serde_json::from_value(checkpoint).map_err(|error| format!("checkpoint: {error}"))?;
         let texts: Vec<TextHash> = serde_json::from_value(keys.value("texts")?)
             .map_err(|error| format!("texts: {error}"))?;
+        let gelu: Gelu = serde_json::from_value(keys.value("gelu")?)
+            .map_err(|error| format!("gelu: {error}"))?;
         let columns = lists("columns", keys.value("columns")?, [1.0 / SIZE_LIMIT, SIZE_LIMIT])?;
         let importance = lists("importance", keys.value("importance")?, [0.0, f32::MAX])?;
         let (tokens, sequence) = (keys.count("tokens")?, keys.count("sequence")?);
@@ -165,6 +170,7 @@ impl Ranges {
             columns,
             importance,
             texts,
+            gelu,
             tokens,
             sequence,
             observer,
@@ -384,10 +390,10 @@ mod tests {
 
     fn good() -> Value {
         serde_json::json!({
-            "format": "firesteel-ranges", "version": 2, "tool_version": "0", "checkpoint": [],
+            "format": "firesteel-ranges", "version": 3, "tool_version": "0", "checkpoint": [],
             "columns": {"norm": [0.25, 3.0]}, "importance": {"x": [0.0, 2.0]},
-            "texts": [{"name": "a.txt", "sha256": "00"}], "tokens": 3, "sequence": 3,
-            "observer": "minmax",
+            "texts": [{"name": "a.txt", "sha256": "00"}], "gelu": "exact", "tokens": 3,
+            "sequence": 3, "observer": "minmax",
             "tensors": {"x": {
                 "min": -1.0, "max": 2.0, "count": 12, "range8": [-1.0, 2.0],
                 "range16": [-1.0, 2.0], "largest_row_square": 5.0, "median_channel": 1.0,
@@ -411,13 +417,14 @@ mod tests {
         let huge = vec![serde_json::json!({"channel": 0, "magnitude": 0.0}); CHANNEL_LIMIT + 1];
         let cases: Vec<(&str, Value, &str)> = vec![
             ("/format", "other".into(), "format is \"other\""),
-            ("/version", 1.into(), "version is 1; this program reads 2; calibrate again"),
+            ("/version", 2.into(), "version is 2; this program reads 3; calibrate again"),
             ("/columns", true.into(), "columns is not an object"),
             ("/columns/norm", 3.into(), "columns.norm is no list of numbers from 1.5"),
             ("/columns/norm/1", 0.into(), "columns.norm is no list of numbers from 1.5"),
             ("/columns/norm/1", 1e9.into(), "columns.norm is no list of numbers from 1.5"),
             ("/importance/x/0", (-1).into(), "importance.x is no list of numbers from 0e0"),
             ("/observer", "best".into(), "observer: unknown variant `best`"),
+            ("/gelu", "best".into(), "gelu: unknown variant `best`"),
             ("/texts/0/name", 3.into(), "texts: invalid type"),
             ("/tokens", (-1).into(), "tokens is -1; a count is needed"),
             ("/tensors", Value::Null, "tensors is not an object"),

@@ -3,56 +3,107 @@ use firesteel_checkpoint::{Checkpoint, Weight};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
-/// What the gains of norms are multiplied with, by the norm's name; the columns of the matrices
-/// after a norm are divided by it.
+/// What columns of matrices are divided by, and what makes their inputs is multiplied with: by the
+/// name of a norm for the matrices after it, else by the name of the matrix.
 pub type ColumnSizes = BTreeMap<String, Vec<f32>>;
 
 /// The mean square of each column of what matrices are multiplied with, by the name of that value in
 /// the ranges.
 pub type Importance = BTreeMap<String, Vec<f32>>;
 
-/// A norm, what it gives by its name in the step's graph, and the matrices that it is multiplied
-/// with: those whose size counts, and others.
-struct Normed<'a> {
-    norm: &'a Weight,
+/// Matrices that are multiplied with the same value, and what makes it.
+struct Fed<'a> {
+    /// The name for its sizes.
+    name: &'a str,
+    /// The value by its name in the step's graph.
     value: String,
+    maker: Maker<'a>,
+    /// Matrices whose size counts, and others.
     sized: Vec<&'a Weight>,
     others: Vec<&'a Weight>,
 }
 
-fn normed(checkpoint: &Checkpoint) -> Vec<Normed<'_>> {
+/// What is multiplied where columns are divided.
+enum Maker<'a> {
+    /// The gains of a norm.
+    Norm(&'a Weight),
+    /// The rows of a matrix from one on, of which those of a head are used by as many heads.
+    Rows { matrix: &'a Weight, first: usize, head: usize, used_by: usize },
+}
+
+impl Maker<'_> {
+    /// Each column's values become those of the columns that have the same row.
+    fn share(&self, columns: &mut [f32]) {
+        let Self::Rows { head, used_by, .. } = self else { return };
+        for group in columns.chunks_mut(head * used_by) {
+            for i in 0..(*head).min(group.len()) {
+                let sum: f64 = group.iter().skip(i).step_by(*head).map(|v| f64::from(*v)).sum();
+                let mean = (sum / *used_by as f64) as f32;
+                group.iter_mut().skip(i).step_by(*head).for_each(|value| *value = mean);
+            }
+        }
+    }
+}
+
+fn fed(checkpoint: &Checkpoint) -> Vec<Fed<'_>> {
+    let config = checkpoint.config();
     let mut all = Vec::new();
     for (index, layer) in checkpoint.layers().iter().enumerate() {
-        all.push(Normed {
-            norm: &layer.input_norm,
-            value: format!("layers.{index}.attention.norm"),
+        let value = |name: &str| format!("layers.{index}.{name}");
+        all.push(Fed {
+            name: layer.input_norm.name(),
+            value: value("attention.norm"),
+            maker: Maker::Norm(&layer.input_norm),
             sized: vec![&layer.qkv],
             others: vec![&layer.head_gate],
         });
-        all.push(Normed {
-            norm: &layer.post_attention_norm,
-            value: format!("layers.{index}.mlp.norm"),
+        all.push(Fed {
+            name: layer.post_attention_norm.name(),
+            value: value("mlp.norm"),
+            maker: Maker::Norm(&layer.post_attention_norm),
             sized: vec![&layer.mlp_gate, &layer.mlp_up],
             others: Vec::new(),
         });
+        let (heads, pairs) = (config.num_attention_heads, config.num_key_value_heads);
+        let values = Maker::Rows {
+            matrix: &layer.qkv,
+            first: heads.saturating_add(pairs).saturating_mul(config.head_dim),
+            head: config.head_dim.max(1),
+            used_by: (heads / pairs.max(1)).max(1),
+        };
+        let up = Maker::Rows { matrix: &layer.mlp_up, first: 0, head: 1, used_by: 1 };
+        for (maker, made, matrix) in [
+            (values, "attention.out_rows", &layer.attention_out),
+            (up, "mlp.product", &layer.mlp_down),
+        ] {
+            all.push(Fed {
+                name: matrix.name(),
+                value: value(made),
+                maker,
+                sized: vec![matrix],
+                others: Vec::new(),
+            });
+        }
     }
-    all.push(Normed {
-        norm: checkpoint.final_norm(),
+    all.push(Fed {
+        name: checkpoint.final_norm().name(),
         value: "head.norm".into(),
+        maker: Maker::Norm(checkpoint.final_norm()),
         sized: vec![checkpoint.head_weight()],
         others: Vec::new(),
     });
     all
 }
 
-/// The sizes by which the columns of the matrices after each norm are best divided, so that one
-/// scale a row fits them.
+/// The sizes by which the columns of matrices are best divided, so that one scale a row fits them.
 ///
-/// A column's size is its root mean square over the rows of all matrices after the norm, each row
-/// taken relative to its own. Where `importance` has what a norm gives, a column that meets more than others is left larger, because the error
-/// of its weights counts more: by a power of what it meets, as in activation-aware quantization
-/// (Lin et al., AWQ, 2024). Of a few powers the one is taken with which rounding to nearest makes
-/// the least noise in the matrices' outputs.
+/// After a norm a column's size is its root mean square over the rows of all matrices, each row
+/// taken relative to its own. Where `importance` has what they are multiplied with, a column that
+/// meets more than others is left larger, because the error of its weights counts more: by a power
+/// of what it meets, as in activation-aware quantization (Lin et al., AWQ, 2024). Of a few powers the
+/// one is taken with which rounding to nearest makes the least noise in the matrices' outputs. The
+/// matrices after the values of the attention and after the product of the feed-forward layer are
+/// sized only where it is known what they meet.
 ///
 /// # Errors
 /// When a weight cannot be read.
@@ -61,53 +112,75 @@ pub fn column_sizes(
     importance: &Importance,
 ) -> Result<ColumnSizes, WeightError> {
     let mut columns = ColumnSizes::new();
-    for Normed { norm, value, sized, .. } in normed(checkpoint) {
+    for Fed { name, value, maker, sized, .. } in fed(checkpoint) {
+        let met = importance.get(&value);
+        if met.is_none() && matches!(maker, Maker::Rows { .. }) {
+            continue;
+        }
         let mut sizes = sizes(&sized)?;
-        let met = importance.get(&value).filter(|met| met.len() == sizes.len());
-        if let Some(met) = met {
-            let favours = favours(&sized, &sizes, met)?;
+        maker.share(&mut sizes);
+        if let Some(met) = met.filter(|met| met.len() == sizes.len()) {
+            let mut met = met.clone();
+            maker.share(&mut met);
+            let favours = favours(&sized, &sizes, &met)?;
             sizes.iter_mut().zip(favours).for_each(|(size, favour)| *size /= favour);
         }
-        columns.insert(norm.name().to_owned(), sizes);
+        columns.insert(name.to_owned(), sizes);
     }
     Ok(columns)
 }
 
-/// The same model with `columns` multiplied into the gains of its norms, and the columns of the
-/// matrices after them divided by it. A step costs the same as before. The head is apart from the
-/// embedding afterwards. Nothing is copied: weights are scaled when they are read, and are f32.
+/// The same model with the columns of its matrices divided by `columns`, and the gains of the norms
+/// and the rows of the matrices that make their inputs multiplied with them. A step costs the same
+/// as before. The head is apart from the embedding afterwards. Nothing is copied: weights are scaled
+/// when they are read, and are f32.
 ///
 /// # Errors
-/// When `columns` names a norm that the model does not have, or has another number of columns.
+/// When `columns` names a norm or matrix that the model does not have, or has another number of
+/// columns.
 pub fn with_columns(
     checkpoint: &Checkpoint,
     columns: &ColumnSizes,
 ) -> Result<Checkpoint, WeightError> {
-    let mut replaced = Vec::new();
-    let mut used = 0;
-    for Normed { norm, sized, others, .. } in normed(checkpoint) {
-        let Some(sizes) = columns.get(norm.name()) else { continue };
+    let all = fed(checkpoint);
+    if let Some(name) = columns.keys().find(|name| !all.iter().any(|fed| fed.name == **name)) {
+        return Err(WeightError::NoNorm { norm: name.clone() });
+    }
+    // By the names that they have in the checkpoint.
+    let mut changed: BTreeMap<&str, Weight> = BTreeMap::new();
+    for Fed { name, maker, sized, others, .. } in &all {
+        let Some(sizes) = columns.get(*name) else { continue };
         let wrong = || WeightError::ColumnSizes {
-            norm: norm.name().to_owned(),
-            columns: norm.element_count(),
+            norm: (*name).to_owned(),
+            columns: sized.first().and_then(|weight| weight.shape().last()).copied().unwrap_or(0),
             sizes: sizes.len(),
         };
-        used += 1;
         let inverse: Vec<f32> = sizes.iter().map(|size| 1.0 / size).collect();
-        replaced.push(norm.with_scaled_columns(norm.name(), sizes).ok_or_else(wrong)?);
-        for weight in sized.iter().chain(&others) {
+        for weight in sized.iter().chain(others) {
             // The table keeps its values when it is the head too.
             let is_head = std::ptr::eq(*weight, checkpoint.head_weight());
-            let name = if is_head { Checkpoint::HEAD } else { weight.name() };
-            replaced.push(weight.with_scaled_columns(name, &inverse).ok_or_else(wrong)?);
+            let new = if is_head { Checkpoint::HEAD } else { weight.name() };
+            let own = changed.get(weight.name()).unwrap_or(weight);
+            let scaled = own.with_scaled_columns(new, &inverse).ok_or_else(wrong)?;
+            changed.insert(weight.name(), scaled);
+        }
+        match maker {
+            Maker::Norm(norm) => {
+                let scaled = norm.with_scaled_columns(norm.name(), sizes).ok_or_else(wrong)?;
+                changed.insert(norm.name(), scaled);
+            }
+            Maker::Rows { matrix, first, head, used_by } => {
+                let of_heads =
+                    sizes.chunks(head * used_by).flat_map(|group| group.iter().take(*head));
+                let factors: Vec<f32> =
+                    std::iter::repeat_n(1.0, *first).chain(of_heads.copied()).collect();
+                let own = changed.get(matrix.name()).unwrap_or(matrix);
+                let scaled = own.with_scaled_rows(matrix.name(), &factors).ok_or_else(wrong)?;
+                changed.insert(matrix.name(), scaled);
+            }
         }
     }
-    if used < columns.len() {
-        let known: Vec<&str> = normed(checkpoint).iter().map(|normed| normed.norm.name()).collect();
-        let norm = columns.keys().find(|name| !known.contains(&name.as_str()));
-        return Err(WeightError::NoNorm { norm: norm.cloned().unwrap_or_default() });
-    }
-    Ok(checkpoint.with_weights(replaced)?)
+    Ok(checkpoint.with_weights(changed.into_values().collect())?)
 }
 
 /// The model with equally large columns: [`with_columns`] of [`column_sizes`] without a text.
@@ -221,7 +294,9 @@ mod tests {
     use super::*;
     use crate::weights::{WeightBits, round_nearest};
     use firesteel_checkpoint::{RandomWeights, preset};
+    use firesteel_engine::Calibration;
     use firesteel_tensor::DType;
+    use std::sync::Arc;
 
     fn model() -> Checkpoint {
         let mut config = preset("spark-x2.5-1.7b").unwrap().with_layers(1).unwrap();
@@ -260,6 +335,7 @@ mod tests {
             met.iter().zip(&gains).map(|(met, gain)| met * gain * gain).collect();
         let importance = Importance::from([("layers.0.attention.norm".to_owned(), behind)]);
         let columns = column_sizes(&model, &importance).unwrap();
+        // Of what the other matrices meet nothing is known.
         assert_eq!(columns.len(), 3);
         let sizes = &columns[model.layers()[0].input_norm.name()];
         let others = sizes[8];
@@ -267,6 +343,50 @@ mod tests {
         let sized = noise(&with_columns(&model, &columns).unwrap(), &met);
         let equal = noise(&equalized(&model).unwrap(), &met);
         assert!(sized < 0.6 * equal, "{sized} {equal}");
+    }
+
+    #[test]
+    fn what_makes_the_inputs_of_sized_columns_makes_up_for_it() {
+        let mut config = preset("spark-x2.5-1.7b").unwrap().with_layers(2).unwrap();
+        (config.hidden_size, config.intermediate_size, config.vocab_size) = (64, 96, 64);
+        (config.num_attention_heads, config.num_key_value_heads, config.head_dim) = (4, 2, 16);
+        let weights = RandomWeights { dtype: DType::F32, seed: 5, outliers: true };
+        let model = Arc::new(Checkpoint::random(config, weights));
+        // The heads of a group meet different amounts, and one of the columns far more.
+        let met = |columns: usize| -> Vec<f32> {
+            (0..columns).map(|i| if i % 29 == 5 { 400.0 } else { 1.0 + (i % 7) as f32 }).collect()
+        };
+        let importance: Importance = (0..2)
+            .flat_map(|layer| {
+                [
+                    (format!("layers.{layer}.attention.out_rows"), met(64)),
+                    (format!("layers.{layer}.mlp.product"), met(96)),
+                ]
+            })
+            .collect();
+        let columns = column_sizes(&model, &importance).unwrap();
+        assert_eq!(columns.len(), 2 * 4 + 1);
+        let layer = &model.layers()[1];
+        let down = &columns[layer.mlp_down.name()];
+        assert!(down[5] < 0.8 * down[6], "{} {}", down[5], down[6]);
+        let out = &columns[layer.attention_out.name()];
+        // Columns 0 to 15 and 16 to 31 are made by the same values.
+        assert_eq!(out[..16], out[16..32]);
+        assert_eq!(out[32..48], out[48..]);
+        let sized = Arc::new(with_columns(&model, &columns).unwrap());
+        let streams = |model: &Arc<Checkpoint>| {
+            let hidden: Vec<f32> =
+                (0..64 * 9).map(|i| ((i * 37 % 101) as f32 - 50.0) / 30.0).collect();
+            let first = Calibration::run_layer(model, 0, &hidden, 9, &mut |_, _| ()).unwrap();
+            Calibration::run_layer(model, 1, &first, 9, &mut |_, _| ()).unwrap()
+        };
+        let (mut signal, mut noise) = (0.0, 0.0);
+        for (a, b) in streams(&model).iter().zip(streams(&sized)) {
+            signal += f64::from(*a).powi(2);
+            noise += f64::from(a - b).powi(2);
+        }
+        // What is left is the rounding of scaled weights to f32.
+        assert!(noise < 1e-11 * signal, "{}", 10.0 * (signal / noise).log10());
     }
 
     #[test]
@@ -280,7 +400,7 @@ mod tests {
         );
         assert_eq!(
             error([("other".to_owned(), vec![1.0; 256])].into()),
-            "the model has no norm other, for which there are column sizes; calibrate again"
+            "the model has no norm or matrix other, for which there are column sizes; calibrate again"
         );
     }
 }

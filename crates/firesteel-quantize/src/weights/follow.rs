@@ -6,6 +6,7 @@ use super::{Gram, OutputError, QuantizedMatrix, WeightBits, WeightError, round_f
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CheckpointEmbedding, EngineError};
 use firesteel_step::Embedding;
+use ndarray::{Array2, Axis};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -14,6 +15,9 @@ use std::sync::Arc;
 /// Share of the errors before a matrix that it makes up for: what it learns from a text about them
 /// does not all hold for other texts.
 const SHARE: f64 = 0.5;
+
+/// Rows of a matrix that are changed together.
+const TOGETHER: usize = 128;
 
 /// Groups of matrices of a layer that have the same inputs.
 const STAGES: usize = 4;
@@ -167,16 +171,15 @@ fn quantize(
     for weight in stage {
         let (rows, _, mut values) = read(weight)?;
         if let Some(lost) = &lost {
-            values.par_chunks_mut(columns.max(1)).for_each(|row| {
-                // What the row loses of the products of its output with the inputs.
-                let mut change = vec![0f64; columns];
-                for (weight, lost) in row.iter().zip(lost.chunks_exact(columns)) {
-                    for (change, lost) in change.iter_mut().zip(lost) {
-                        *change += f64::from(*weight) * lost;
-                    }
-                }
+            values.par_chunks_mut(TOGETHER * columns.max(1)).for_each(|block| {
+                // What the rows lose of the products of their outputs with the inputs.
+                let shape = (block.len() / columns.max(1), columns);
+                let weights = Array2::from_shape_fn(shape, |(row, column)| {
+                    f64::from(block[row * columns + column])
+                });
+                let mut change = weights.dot(lost);
                 error.solve(&mut change);
-                for (weight, change) in row.iter_mut().zip(change) {
+                for (weight, change) in block.iter_mut().zip(&change) {
                     *weight += (SHARE * change) as f32;
                 }
             });
@@ -189,15 +192,21 @@ fn quantize(
 }
 
 /// Σ (w − m)ᵀ m over the rows w of `wanted` and m of `met`, `[columns, columns]`.
-fn cross(wanted: &[f32], met: &[f32], columns: usize) -> Vec<f64> {
-    let mut sums = vec![0f64; columns * columns];
-    sums.par_chunks_mut(columns.max(1)).enumerate().for_each(|(column, sums)| {
-        for (wanted, met) in wanted.chunks_exact(columns).zip(met.chunks_exact(columns)) {
-            let lost = f64::from(wanted[column]) - f64::from(met[column]);
-            for (sum, met) in sums.iter_mut().zip(met) {
-                *sum += lost * f64::from(*met);
-            }
-        }
-    });
+fn cross(wanted: &[f32], met: &[f32], columns: usize) -> Array2<f64> {
+    let rows = met.len() / columns.max(1);
+    let widened = |values: &[f32], first: usize, count: usize| {
+        Array2::from_shape_fn((rows, count), |(row, column)| {
+            values.get(row * columns + first + column).copied().map_or(0.0, f64::from)
+        })
+    };
+    let all = widened(met, 0, columns);
+    let mut sums = Array2::zeros((columns, columns));
+    sums.axis_chunks_iter_mut(Axis(0), TOGETHER).into_par_iter().enumerate().for_each(
+        |(index, mut sums)| {
+            let (first, count) = (index * TOGETHER, sums.nrows());
+            let lost = widened(wanted, first, count) - widened(met, first, count);
+            sums.assign(&lost.t().dot(&all));
+        },
+    );
     sums
 }

@@ -104,15 +104,17 @@ pub enum WeightError {
     /// The sizes of columns are those of another model.
     #[error("{norm} has {columns} columns, and there are sizes for {sizes}; calibrate again")]
     ColumnSizes {
-        /// The norm.
+        /// The norm or matrix.
         norm: String,
         /// Its columns.
         columns: usize,
         /// The sizes.
         sizes: usize,
     },
-    /// The sizes of columns are for a norm that the model does not have.
-    #[error("the model has no norm {norm}, for which there are column sizes; calibrate again")]
+    /// The sizes of columns are for a norm or matrix that the model does not have.
+    #[error(
+        "the model has no norm or matrix {norm}, for which there are column sizes; calibrate again"
+    )]
     NoNorm {
         /// The norm.
         norm: String,

@@ -44,6 +44,9 @@ pub struct QuantizedModel {
     pub matrices: BTreeMap<String, QuantizedMatrix>,
     /// Their widths, and the noise that is expected of them.
     pub plan: Plan,
+    /// Signal to noise of the logits in dB that they have, for a budget of decibels with
+    /// [`ModelOptions::measured_tokens`].
+    pub measured: Option<f64>,
 }
 
 impl QuantizedModel {
@@ -67,7 +70,8 @@ impl QuantizedModel {
 
 /// Quantizes the matrices of `model` for what they meet while it reads `ids`: each is rounded with
 /// the Gram matrix of its inputs ([`round_for_output`]), and widths follow from the noise that the
-/// errors of the matrices make ([`plan`]). Columns that are equally large come out best, see
+/// errors of the matrices make ([`plan`]). A budget of decibels is measured with all widths
+/// together, and more matrices are raised until it holds. Columns that are equally large come out best, see
 /// [`with_columns`](super::with_columns). The result is the same on any number of threads.
 /// `progress` is told the name of each matrix that is done.
 ///
@@ -129,36 +133,109 @@ pub fn quantize_model(
         let ids = ids.get(..options.measured_tokens).unwrap_or(ids);
         measure_noise(model, &matrices, ids, options.sequence, &mut choices)?;
     }
-    let plan = plan(&choices, budget)?;
-    if options.follow {
-        let layers = LayerOptions {
-            sequence: options.sequence,
-            layers: 0..model.layers().len(),
-            head: true,
-            follow: true,
+    let mut found = plan(&choices, budget)?;
+    // Noises that are measured one by one add up only nearly.
+    let asked = match options.widths {
+        Widths::Mixed(Budget::Decibels(decibels)) if options.measured_tokens > 0 => Some(decibels),
+        _ => None,
+    };
+    let mut eights = BTreeMap::new();
+    loop {
+        let matrices = match options.follow {
+            true => followed(model, ids, options, &found, progress)?,
+            false => {
+                raise(&grams, &groups, &found, first, &mut eights, progress)?;
+                let eight = |name: &String| found.widths.get(name) == Some(&WeightBits::Eight);
+                let matrix = |(name, matrix): (&String, &QuantizedMatrix)| {
+                    let raised = eights.get(name).filter(|_| eight(name)).unwrap_or(matrix);
+                    (name.clone(), raised.clone())
+                };
+                matrices.iter().map(matrix).collect()
+            }
         };
-        let width = |name: &str| plan.widths.get(name).copied().unwrap_or(WeightBits::Four);
-        let matrices = round_layers(model, ids, &layers, &width, progress)?;
-        return Ok(QuantizedModel { model: Arc::clone(model), matrices, plan });
+        let mut result =
+            QuantizedModel { model: Arc::clone(model), matrices, plan: found, measured: None };
+        let Some(asked) = asked else { return Ok(result) };
+        let ids = ids.get(..options.measured_tokens).unwrap_or(ids);
+        let reached = decibels(model, &result.widened()?, ids, options.sequence)?;
+        result.measured = Some(reached);
+        if reached >= asked {
+            return Ok(result);
+        }
+        if result.plan.widths.values().all(|bits| *bits == WeightBits::Eight) {
+            let extreme = "8 bits everywhere";
+            return Err(WeightError::Budget { asked: format!("{asked} dB"), extreme, reached });
+        }
+        let goal = Budget::Decibels(result.plan.decibels.max(asked) + (asked - reached).max(0.1));
+        found = match plan(&choices, goal) {
+            Ok(more) if more.bits > result.plan.bits => more,
+            _ => plan(&choices, Budget::Bits(f64::INFINITY))?,
+        };
     }
-    for group in &groups {
-        let raised = |weight: &&&Weight| {
-            let width = |bits: &WeightBits| *bits != first;
-            plan.widths.get(weight.name()).is_some_and(width)
+}
+
+/// Rounds all matrices, each behind those before it.
+fn followed(
+    model: &Arc<Checkpoint>,
+    ids: &[u32],
+    options: &ModelOptions,
+    plan: &Plan,
+    progress: &mut dyn FnMut(&str),
+) -> Result<BTreeMap<String, QuantizedMatrix>, WeightError> {
+    let layers = LayerOptions {
+        sequence: options.sequence,
+        layers: 0..model.layers().len(),
+        head: true,
+        follow: true,
+    };
+    let width = |name: &str| plan.widths.get(name).copied().unwrap_or(WeightBits::Four);
+    round_layers(model, ids, &layers, &width, progress)
+}
+
+/// Rounds those matrices to 8 bits that have them by `plan`, where the others have `first`, and that
+/// are not among the `eights` yet.
+fn raise(
+    grams: &HashMap<String, Gram>,
+    groups: &[Vec<&Weight>],
+    plan: &Plan,
+    first: WeightBits,
+    eights: &mut BTreeMap<String, QuantizedMatrix>,
+    progress: &mut dyn FnMut(&str),
+) -> Result<(), WeightError> {
+    for group in groups {
+        let wanted = |weight: &&&Weight| {
+            let width = plan.widths.get(weight.name()).copied().unwrap_or(first);
+            width != first && !eights.contains_key(weight.name())
         };
-        let raised: Vec<&&Weight> = group.iter().filter(raised).collect();
+        let raised: Vec<&&Weight> = group.iter().filter(wanted).collect();
         if raised.is_empty() {
             continue;
         }
-        let Some((_, error)) = measure(&grams, group)? else { continue };
+        let Some((_, error)) = measure(grams, group)? else { continue };
         for weight in raised {
             let (rows, columns, values) = read(weight)?;
             let matrix = round_for_output(&values, rows, columns, WeightBits::Eight, &error)?;
-            matrices.insert(weight.name().to_owned(), matrix);
+            eights.insert(weight.name().to_owned(), matrix);
             progress(weight.name());
         }
     }
-    Ok(QuantizedModel { model: Arc::clone(model), matrices, plan })
+    Ok(())
+}
+
+/// Signal to noise of the logits of `test` over `ids` against those of `model`, in dB.
+fn decibels(
+    model: &Checkpoint,
+    test: &Checkpoint,
+    ids: &[u32],
+    sequence: usize,
+) -> Result<f64, WeightError> {
+    let (reference, test) = (logits(model, ids, sequence)?, logits(test, ids, sequence)?);
+    let (mut signal, mut noise) = (0.0, 0.0);
+    for (a, b) in reference.iter().zip(&test) {
+        signal += f64::from(*a).powi(2);
+        noise += (f64::from(*a) - f64::from(*b)).powi(2);
+    }
+    Ok(10.0 * (signal / noise).log10())
 }
 
 /// Replaces the estimated noise of each choice by what its matrix of 4 bits alone does to the

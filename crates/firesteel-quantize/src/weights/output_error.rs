@@ -1,5 +1,7 @@
 use super::{Gram, WeightError};
+use ndarray::{Array2, ArrayView2, Axis, Slice};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// The most that the products of columns may owe to chance for them to be used.
 const MOST_CHANCE: f64 = 0.5;
@@ -33,8 +35,8 @@ fn chance(gram: &Gram, sums: &[f64]) -> f64 {
 const DAMPING: f64 = 0.02;
 /// And as a share of the mean of all columns, so that one that was always zero still counts.
 const FLOOR: f64 = 1e-9;
-/// Columns of the factor that are computed together.
-const PANEL: usize = 64;
+/// Columns that are computed together.
+pub(super) const PANEL: usize = 64;
 /// Columns of the rest that are updated while they stay in the first-level cache.
 const TILE: usize = 512;
 
@@ -61,21 +63,62 @@ pub(super) struct Full {
     /// Columns of the matrix, those that meet most first.
     pub(super) order: Vec<usize>,
     /// M, all K × K of it.
-    pub(super) matrix: Vec<f64>,
-    /// Row j holds R_ij for all i ≤ j: with it the error is Σ_j (Σ_{i ≤ j} e_i R_ij)².
-    pub(super) factor: Vec<f64>,
+    pub(super) matrix: Array2<f64>,
+    /// F_ji = R_ij for all i ≤ j, and undefined numbers above the diagonal: with it the error is
+    /// Σ_j (Σ_{i ≤ j} e_i F_ji)².
+    pub(super) factor: Array2<f64>,
+}
+
+/// Some rows and columns of a matrix.
+pub(super) fn block(
+    matrix: &Array2<f64>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+) -> ArrayView2<'_, f64> {
+    let mut view = matrix.view();
+    view.slice_axis_inplace(Axis(0), Slice::from(rows));
+    view.slice_axis_inplace(Axis(1), Slice::from(columns));
+    view
 }
 
 impl Full {
-    /// R_ij for all i ≤ j.
-    pub(super) fn factor_row(&self, j: usize) -> &[f64] {
-        &self.factor[j * (j + 1) / 2..][..j + 1]
-    }
-
-    /// Row i of M.
-    pub(super) fn matrix_row(&self, i: usize) -> &[f64] {
+    /// Replaces each row by row M⁻¹, columns in the order of the matrix.
+    fn solve(&self, rows: &mut Array2<f64>) {
         let columns = self.order.len();
-        &self.matrix[i * columns..][..columns]
+        let mut ordered = rows.select(Axis(1), &self.order);
+        let panels: Vec<(usize, usize)> =
+            (0..columns).step_by(PANEL).map(|start| (start, columns.min(start + PANEL))).collect();
+        // First z with z Rᵀ = row, from the last to the first, then y with y R = z.
+        for &(start, end) in panels.iter().rev() {
+            let own = block(&self.factor, start..end, start..end);
+            let (mut before, rest) = ordered.view_mut().split_at(Axis(1), start);
+            let (mut panel, _) = rest.split_at(Axis(1), end - start);
+            for mut row in panel.outer_iter_mut() {
+                for j in (0..end - start).rev() {
+                    let value = row[j] / own[[j, j]];
+                    row[j] = value;
+                    for i in 0..j {
+                        row[i] -= value * own[[j, i]];
+                    }
+                }
+            }
+            before -= &panel.dot(&block(&self.factor, start..end, 0..start));
+        }
+        for &(start, end) in &panels {
+            let own = block(&self.factor, start..end, start..end);
+            let (before, rest) = ordered.view_mut().split_at(Axis(1), start);
+            let (mut panel, _) = rest.split_at(Axis(1), end - start);
+            panel -= &before.dot(&block(&self.factor, start..end, 0..start).t());
+            for mut row in panel.outer_iter_mut() {
+                for j in 0..end - start {
+                    let sum: f64 = (0..j).map(|i| row[i] * own[[j, i]]).sum();
+                    row[j] = (row[j] - sum) / own[[j, j]];
+                }
+            }
+        }
+        for (i, &column) in self.order.iter().enumerate() {
+            rows.column_mut(column).assign(&ordered.column(i));
+        }
     }
 }
 
@@ -102,9 +145,8 @@ impl OutputError {
     }
 
     /// From what the matrix is multiplied with. When too few rows were counted to tell from
-    /// chance how columns go together, each counts by itself.
-    /// Takes memory for five times the numbers of the
-    /// Gram matrix.
+    /// chance how columns go together, each counts by itself. Takes memory for six times the
+    /// numbers of the Gram matrix.
     ///
     /// # Errors
     /// When the sums are so large that they cannot be computed with.
@@ -139,44 +181,31 @@ impl OutputError {
         cholesky(&mut lower, columns).map_err(|column| WeightError::NotPositive {
             column: order.iter().rev().nth(column).copied().unwrap_or_default(),
         })?;
-        let mut factor = Vec::with_capacity(columns * (columns + 1) / 2);
-        for j in 0..columns {
-            let column = columns - 1 - j;
-            factor.extend((0..=j).map(|i| lower[(columns - 1 - i) * columns + column]));
-        }
-        Ok(Self { form: Form::Full(Full { order, matrix, factor }), unit: mean })
+        let shaped = |values: Vec<f64>| {
+            Array2::from_shape_vec((columns, columns), values)
+                .map_err(|_| WeightError::TooManyColumns { columns, most: columns })
+        };
+        let lower = shaped(lower)?;
+        let mut factor = Array2::zeros((columns, columns));
+        let mut reversed = lower.view();
+        reversed.invert_axis(Axis(0));
+        reversed.invert_axis(Axis(1));
+        factor.assign(&reversed.t());
+        Ok(Self { form: Form::Full(Full { order, matrix: shaped(matrix)?, factor }), unit: mean })
     }
 
-    /// Replaces `row` by row G⁻¹, where G is the Gram matrix, damped.
-    pub(super) fn solve(&self, row: &mut [f64]) {
-        row.iter_mut().for_each(|value| *value /= self.unit);
+    /// Replaces each of `rows` `[n, K]` by row G⁻¹, where G is the Gram matrix, damped.
+    pub(super) fn solve(&self, rows: &mut Array2<f64>) {
+        *rows /= self.unit;
         match &self.form {
             Form::Diagonal(sums) => {
-                for (value, sum) in row.iter_mut().zip(sums) {
-                    *value = if *sum > 0.0 { *value / sum } else { 0.0 };
-                }
-            }
-            Form::Full(full) => {
-                let mut ordered: Vec<f64> = full.order.iter().map(|&column| row[column]).collect();
-                // First z with z Rᵀ = row, from the last to the first, then y with y R = z.
-                for j in (0..ordered.len()).rev() {
-                    let factors = full.factor_row(j);
-                    let (before, rest) = ordered.split_at_mut(j);
-                    rest[0] /= factors[j];
-                    for (value, factor) in before.iter_mut().zip(factors) {
-                        *value -= rest[0] * factor;
+                for mut row in rows.outer_iter_mut() {
+                    for (value, sum) in row.iter_mut().zip(sums) {
+                        *value = if *sum > 0.0 { *value / sum } else { 0.0 };
                     }
                 }
-                for j in 0..ordered.len() {
-                    let factors = full.factor_row(j);
-                    let (before, rest) = ordered.split_at_mut(j);
-                    let sum: f64 = before.iter().zip(factors).map(|(y, factor)| y * factor).sum();
-                    rest[0] = (rest[0] - sum) / factors[j];
-                }
-                for (&column, value) in full.order.iter().zip(ordered) {
-                    row[column] = value;
-                }
             }
+            Form::Full(full) => full.solve(rows),
         }
     }
 
@@ -310,24 +339,27 @@ mod tests {
             let change: Vec<f64> = (0..columns).map(|i| ((i * 31 % 17) as f64) - 8.0).collect();
             let direct: f64 = (0..columns)
                 .map(|i| {
-                    let row = full.matrix_row(i).iter().zip(&change);
-                    change[i] * row.map(|(m, e)| m * e).sum::<f64>()
+                    let row = full.matrix.row(i);
+                    change[i] * row.iter().zip(&change).map(|(m, e)| m * e).sum::<f64>()
                 })
                 .sum();
             let factored: f64 = (0..columns)
                 .map(|j| {
-                    let row = full.factor_row(j).iter().zip(&change);
-                    row.map(|(r, e)| r * e).sum::<f64>().powi(2)
+                    let row = full.factor.row(j);
+                    row.iter().zip(&change).take(j + 1).map(|(r, e)| r * e).sum::<f64>().powi(2)
                 })
                 .sum();
-            let mut solved: Vec<f64> = full.order.iter().map(|_| 0.0).collect();
+            let mut solved = Array2::zeros((2, columns));
             for (i, &column) in full.order.iter().enumerate() {
-                let row = full.matrix_row(i).iter().zip(&change);
-                solved[column] = error.unit * row.map(|(m, e)| m * e).sum::<f64>();
+                let row = full.matrix.row(i);
+                let product: f64 = row.iter().zip(&change).map(|(m, e)| m * e).sum();
+                solved[[0, column]] = error.unit * product;
+                solved[[1, column]] = -2.0 * error.unit * product;
             }
             error.solve(&mut solved);
             for (&column, change) in full.order.iter().zip(&change) {
-                assert!((solved[column] - change).abs() < 1e-6, "{columns}");
+                assert!((solved[[0, column]] - change).abs() < 1e-6, "{columns}");
+                assert!((solved[[1, column]] + 2.0 * change).abs() < 1e-6, "{columns}");
             }
             assert!((direct - factored).abs() < 1e-9 * direct, "{columns}: {direct} {factored}");
         }

@@ -1,13 +1,14 @@
-use super::output_error::{Form, Full};
+use super::output_error::{Form, Full, PANEL, block};
 use super::{OutputError, QuantizedMatrix, WeightBits, WeightError, check};
+use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 use rayon::prelude::*;
 
-/// Sums that are made at once.
-const LANES: usize = 8;
+/// Rows that are rounded together, so that the form is read less often.
+const TOGETHER: usize = 128;
 /// Scales that a row is rounded with to choose one.
 const CANDIDATES: usize = 4;
-/// Rows whose candidates fill the lanes.
-const TOGETHER: usize = LANES / CANDIDATES;
+/// Changes of a row's codes within a panel that are made one by one.
+const FEW: usize = 8;
 /// How often the scale is fitted and the codes are gone through again.
 const FITS: usize = 2;
 /// How often all codes of a row are gone through with one scale.
@@ -50,7 +51,7 @@ pub fn round_for_output(
         }
     };
     let blocks: Vec<Vec<Row>> =
-        values.par_chunks(LANES.saturating_mul(columns).max(1)).map(round_rows).collect();
+        values.par_chunks(TOGETHER.saturating_mul(columns).max(1)).map(round_rows).collect();
     let mut codes = Vec::with_capacity(values.len());
     let mut scales = Vec::with_capacity(rows);
     for row in blocks.into_iter().flatten() {
@@ -158,159 +159,177 @@ fn candidates(bits: WeightBits) -> [f64; CANDIDATES] {
     }
 }
 
-/// Σ_i row_i × lanes_i of every lane.
-#[inline(always)]
-fn dot(row: &[f64], lanes: &[[f64; LANES]]) -> [f64; LANES] {
-    let mut sums = [0f64; LANES];
-    for (value, lanes) in row.iter().zip(lanes) {
-        for (sum, lane) in sums.iter_mut().zip(lanes) {
-            *sum += value * lane;
-        }
-    }
-    sums
-}
-
-/// Rounds up to as many rows as there are lanes.
-fn compensated(block: &[f32], full: &Full, bits: WeightBits) -> Vec<Row> {
+/// Rounds some rows.
+fn compensated(values: &[f32], full: &Full, bits: WeightBits) -> Vec<Row> {
     let columns = full.order.len();
     // From here on the columns are in the order of the form.
-    let ordered: Vec<Vec<f64>> = block
-        .chunks(columns)
-        .map(|row| full.order.iter().map(|&column| f64::from(row[column])).collect())
-        .collect();
-    let sums: Vec<f64> = (0..columns).map(|i| full.matrix_row(i)[i]).collect();
-    let mut rows: Vec<Fitted<'_>> = Vec::with_capacity(ordered.len());
-    for pair in ordered.chunks(TOGETHER) {
-        rows.extend(nearest_planes(pair, &sums, full, bits));
-    }
-    let lanes = |value: &dyn Fn(&Fitted<'_>, usize) -> f64| -> Vec<[f64; LANES]> {
-        (0..columns)
-            .map(|i| std::array::from_fn(|lane| rows.get(lane).map_or(0.0, |row| value(row, i))))
-            .collect()
-    };
-    let (weights, codes) = (lanes(&|row, i| row.weights[i]), lanes(&|row, i| row.codes[i]));
-    for i in 0..columns {
-        let row_of_form = full.matrix_row(i);
-        let (of_weights, of_codes) = (dot(row_of_form, &weights), dot(row_of_form, &codes));
-        for (row, (weight, code)) in rows.iter_mut().zip(of_weights.into_iter().zip(of_codes)) {
-            row.weights_by_form.push(weight);
-            row.codes_by_form.push(code);
-        }
-    }
-    rows.into_iter().map(|row| row.finish(full, bits)).collect()
-}
-
-/// The best of the candidates for each row of `pair`.
-fn nearest_planes<'a>(
-    pair: &'a [Vec<f64>],
-    sums: &[f64],
-    full: &Full,
-    bits: WeightBits,
-) -> Vec<Fitted<'a>> {
-    let largest = f64::from(bits.largest());
-    let factors = candidates(bits);
-    let bases: Vec<f32> =
-        pair.iter().map(|weights| search(weights, sums, bits, Reach::together(bits))).collect();
-    let scales: [f32; LANES] = std::array::from_fn(|lane| {
-        let base = bases.get(lane / CANDIDATES).copied().unwrap_or(f32::MIN_POSITIVE);
-        stored(f64::from(base) * factors[lane % CANDIDATES])
+    let weights = Array2::from_shape_fn((values.len() / columns.max(1), columns), |(row, i)| {
+        f64::from(values[row * columns + full.order[i]])
     });
-    let steps = scales.map(f64::from);
-    let mut errors = [0f64; LANES];
-    let mut changes: Vec<[f64; LANES]> = Vec::with_capacity(full.order.len());
-    let mut codes: Vec<[f64; LANES]> = Vec::with_capacity(full.order.len());
-    for j in 0..full.order.len() {
-        let row = full.factor_row(j);
-        let carried = dot(row, &changes);
-        let own = row[j];
-        let (mut change, mut chosen) = ([0f64; LANES], [0f64; LANES]);
-        for lane in 0..LANES {
-            let weight = pair.get(lane / CANDIDATES).map_or(0.0, |weights| weights[j]);
-            chosen[lane] = code((weight + carried[lane] / own) / steps[lane], largest);
-            change[lane] = weight - chosen[lane] * steps[lane];
-            errors[lane] += (carried[lane] + change[lane] * own).powi(2);
-        }
-        changes.push(change);
-        codes.push(chosen);
-    }
-    let best = |first: usize| {
-        let lanes = first..first + CANDIDATES;
-        lanes.reduce(|best, lane| if errors[lane] < errors[best] { lane } else { best })
+    let (codes, scales) = nearest_planes(&weights, full, bits);
+    let mut rows = Fitted {
+        full,
+        weights_by_form: weights.dot(&full.matrix),
+        codes_by_form: codes.dot(&full.matrix),
+        codes,
+        scales,
     };
-    pair.iter()
-        .enumerate()
-        .map(|(index, weights)| {
-            let lane = best(index * CANDIDATES).unwrap_or_default();
-            Fitted {
-                weights,
-                codes: codes.iter().map(|codes| codes[lane]).collect(),
-                scale: scales[lane],
-                weights_by_form: Vec::with_capacity(weights.len()),
-                codes_by_form: Vec::with_capacity(weights.len()),
-            }
-        })
-        .collect()
+    rows.settle(f64::from(bits.largest()));
+    let row = |(codes, scale): (ArrayView1<'_, f64>, &f32)| {
+        let mut row = Row { codes: vec![0; columns], scale: *scale };
+        for (&column, code) in full.order.iter().zip(codes) {
+            row.codes[column] = *code as i8;
+        }
+        row
+    };
+    rows.codes.outer_iter().zip(&rows.scales).map(row).collect()
 }
 
-/// A row while its codes are changed, in the order of the form M.
+/// The codes of each row with the best of the candidates for its scale, and that scale.
+fn nearest_planes(weights: &Array2<f64>, full: &Full, bits: WeightBits) -> (Array2<f64>, Vec<f32>) {
+    let (rows, columns) = weights.dim();
+    let largest = f64::from(bits.largest());
+    let sums: Vec<f64> = full.matrix.diag().to_vec();
+    let factors = candidates(bits);
+    let mut scales = Vec::with_capacity(rows * CANDIDATES);
+    for row in weights.outer_iter() {
+        let base = search(&row.to_vec(), &sums, bits, Reach::together(bits));
+        scales.extend(factors.map(|factor| stored(f64::from(base) * factor)));
+    }
+    // One line for each row and candidate.
+    let lines = scales.len();
+    let mut changes = Array2::<f64>::zeros((lines, columns));
+    let mut codes = Array2::<f64>::zeros((lines, columns));
+    let mut errors = vec![0f64; lines];
+    let mut factor: Vec<f64> = Vec::new();
+    for start in (0..columns).step_by(PANEL) {
+        let end = columns.min(start + PANEL);
+        let width = end - start;
+        // What the columns before the panel leave to those in it.
+        let before = block(&full.factor, start..end, 0..start);
+        let mut carried = block(&changes, 0..lines, 0..start).dot(&before.t());
+        // Row j holds what column j of the panel leaves to the others.
+        factor.clear();
+        factor.extend(block(&full.factor, start..end, start..end).t().iter());
+        for (line, mut carried) in carried.outer_iter_mut().enumerate() {
+            let step = f64::from(scales[line]);
+            for j in 0..width {
+                let (left, own) = (carried[j], factor[j * width + j]);
+                let weight = weights[[line / CANDIDATES, start + j]];
+                let code = code((weight + left / own) / step, largest);
+                let change = weight - code * step;
+                errors[line] += (left + change * own).powi(2);
+                codes[[line, start + j]] = code;
+                changes[[line, start + j]] = change;
+                let others = &factor[j * width..][..width];
+                for (carried, factor) in carried.iter_mut().zip(others).skip(j + 1) {
+                    *carried += change * factor;
+                }
+            }
+        }
+    }
+    let best = |row: usize| {
+        let lines = row * CANDIDATES..(row + 1) * CANDIDATES;
+        lines.reduce(|best, line| if errors[line] < errors[best] { line } else { best })
+    };
+    let chosen: Vec<usize> = (0..rows).filter_map(best).collect();
+    (codes.select(Axis(0), &chosen), chosen.iter().map(|line| scales[*line]).collect())
+}
+
+/// Rows while their codes are changed, in the order of the form M.
 struct Fitted<'a> {
-    weights: &'a [f64],
-    codes: Vec<f64>,
-    scale: f32,
-    /// w M.
-    weights_by_form: Vec<f64>,
+    full: &'a Full,
+    codes: Array2<f64>,
+    scales: Vec<f32>,
+    /// w M for the weights w.
+    weights_by_form: Array2<f64>,
     /// q M for the codes q.
-    codes_by_form: Vec<f64>,
+    codes_by_form: Array2<f64>,
 }
 
 impl Fitted<'_> {
-    /// The scale of least error for the codes: w M qᵀ / q M qᵀ.
-    fn fit(&mut self) {
-        let by_codes = |values: &[f64]| -> f64 {
-            self.codes.iter().zip(values).map(|(code, value)| code * value).sum()
-        };
-        let (product, square) = (by_codes(&self.weights_by_form), by_codes(&self.codes_by_form));
-        if product > 0.0 && square > 0.0 {
-            self.scale = stored(product / square);
-        }
-    }
-
-    /// Takes each code to its best value for the others; says whether one has changed.
-    fn sweep(&mut self, full: &Full, largest: f64) -> bool {
-        let scale = f64::from(self.scale);
-        let mut changed = false;
-        for j in 0..self.codes.len() {
-            let row = full.matrix_row(j);
-            let gradient = self.weights_by_form[j] - scale * self.codes_by_form[j];
-            let best = code(self.codes[j] + gradient / (scale * row[j]), largest);
-            let change = best - self.codes[j];
-            if change != 0.0 {
-                changed = true;
-                self.codes[j] = best;
-                for (sum, value) in self.codes_by_form.iter_mut().zip(row) {
-                    *sum += change * value;
-                }
-            }
-        }
-        changed
-    }
-
-    fn finish(mut self, full: &Full, bits: WeightBits) -> Row {
-        let largest = f64::from(bits.largest());
+    /// Changes scales and codes in turn.
+    fn settle(&mut self, largest: f64) {
         for _ in 0..FITS {
             self.fit();
+            let mut changing: Vec<usize> = (0..self.scales.len()).collect();
             for _ in 0..SWEEPS {
-                if !self.sweep(full, largest) {
-                    break;
-                }
+                changing = self.sweep(&changing, largest);
             }
         }
         self.fit();
-        let mut codes = vec![0; self.codes.len()];
-        for (&column, code) in full.order.iter().zip(&self.codes) {
-            codes[column] = *code as i8;
+    }
+
+    /// The scale of least error for the codes of each row: w M qᵀ / q M qᵀ.
+    fn fit(&mut self) {
+        for (row, scale) in self.scales.iter_mut().enumerate() {
+            let codes = self.codes.row(row);
+            let product = self.weights_by_form.row(row).dot(&codes);
+            let square = self.codes_by_form.row(row).dot(&codes);
+            if product > 0.0 && square > 0.0 {
+                *scale = stored(product / square);
+            }
         }
-        Row { codes, scale: self.scale }
+    }
+
+    /// Takes each code of the `rows` to its best value for the others, one after the other; the rows
+    /// in which one has changed.
+    fn sweep(&mut self, rows: &[usize], largest: f64) -> Vec<usize> {
+        let matrix = &self.full.matrix;
+        let columns = matrix.ncols();
+        let mut any = vec![false; rows.len()];
+        let mut gradient = [0f64; PANEL];
+        // Rows with many changes in a panel, and the changes.
+        let (mut many, mut changes) = (Vec::new(), Vec::new());
+        for start in (0..columns).step_by(PANEL) {
+            let end = columns.min(start + PANEL);
+            let width = end - start;
+            let own = block(matrix, start..end, start..end);
+            many.clear();
+            changes.clear();
+            for (&row, any) in rows.iter().zip(&mut any) {
+                let scale = f64::from(self.scales[row]);
+                let of_weights = block(&self.weights_by_form, row..row + 1, start..end);
+                let of_codes = block(&self.codes_by_form, row..row + 1, start..end);
+                for ((gradient, weight), code) in gradient.iter_mut().zip(of_weights).zip(of_codes)
+                {
+                    *gradient = weight - scale * code;
+                }
+                let mut changed = [0f64; PANEL];
+                let mut count = 0;
+                for j in 0..width {
+                    let old = self.codes[[row, start + j]];
+                    let best = code(old + gradient[j] / (scale * own[[j, j]]), largest);
+                    let change = best - old;
+                    if change != 0.0 {
+                        self.codes[[row, start + j]] = best;
+                        changed[j] = change;
+                        count += 1;
+                        for (gradient, value) in gradient.iter_mut().zip(own.row(j)) {
+                            *gradient -= scale * change * value;
+                        }
+                    }
+                }
+                *any |= count > 0;
+                if count > FEW {
+                    many.push(row);
+                    changes.extend_from_slice(&changed[..width]);
+                    continue;
+                }
+                let mut by_form = self.codes_by_form.row_mut(row);
+                for (j, change) in changed.iter().enumerate().filter(|(_, change)| **change != 0.0)
+                {
+                    by_form.scaled_add(*change, &matrix.row(start + j));
+                }
+            }
+            let panel = block(matrix, start..end, 0..columns);
+            if let Ok(changes) = ArrayView2::from_shape((many.len(), width), &changes) {
+                for (row, change) in many.iter().zip(changes.dot(&panel).outer_iter()) {
+                    self.codes_by_form.row_mut(*row).scaled_add(1.0, &change);
+                }
+            }
+        }
+        rows.iter().zip(any).filter_map(|(row, any)| any.then_some(*row)).collect()
     }
 }
 
