@@ -68,9 +68,12 @@ pub struct Quantization {
     pub scheme: String,
     /// Number format of keys and values.
     pub kv: String,
-    /// Whether the ranges of activations come from a text. Without, the numbers are good for
+    /// Whether the ranges of activations come from a calibration. Without, the numbers are good for
     /// measuring time only.
     pub calibrated: bool,
+    /// The texts of the calibration; none when it ran ids that came from nowhere.
+    #[serde(default)]
+    pub calibration_texts: Vec<String>,
     /// SHA-256 of the ranges.
     pub ranges_sha256: Option<String>,
     /// Inputs and outputs of the step's graph that are integers. The contract has floats for them;

@@ -29,6 +29,8 @@ pub struct CheckOptions {
     pub tie_margin: f64,
     /// SNR in dB below which a layer or step is bad.
     pub min_snr: f64,
+    /// Share of the greedy choices that are no ties which must agree; 0 asks for nothing.
+    pub min_greedy: f64,
 }
 
 /// The result of a comparison.
@@ -48,6 +50,9 @@ pub struct CheckReport {
     pub tokens_per_step: usize,
     /// The bar, in dB.
     pub min_snr: f64,
+    /// Share of the greedy choices that must agree.
+    #[serde(default)]
+    pub min_greedy: f64,
     /// The first output (logits or hidden state) over all steps.
     pub output: Snr,
     /// What the layers add to the hidden state that enters them, over all steps; `None` with a
@@ -65,7 +70,7 @@ pub struct CheckReport {
     pub steps: Vec<StepReport>,
     /// The earliest layer of the earliest step below the bar.
     pub first_bad: Option<FirstBad>,
-    /// Whether output, entries and every compared layer reach the bar.
+    /// Whether output, entries, every compared layer and the greedy choices reach their bars.
     pub passed: bool,
 }
 
@@ -102,6 +107,16 @@ pub struct GreedyReport {
     pub ties: usize,
     /// Index of the first different choice that is no tie.
     pub first_difference: Option<usize>,
+}
+
+impl GreedyReport {
+    /// Share of the choices that are no ties which both made; 1 when all are ties.
+    pub fn share(&self) -> f64 {
+        match self.tokens.len().saturating_sub(self.ties) {
+            0 => 1.0,
+            decided => self.agreed as f64 / decided as f64,
+        }
+    }
 }
 
 /// One layer over all steps.
@@ -393,7 +408,8 @@ impl<'a> Tally<'a> {
         let (output, entries) = (self.output.snr(), entries.snr());
         let passed = output.reaches(bar)
             && entries.reaches(bar)
-            && layers.iter().filter_map(|layer| layer.hidden).all(|snr| snr.reaches(bar));
+            && layers.iter().filter_map(|layer| layer.hidden).all(|snr| snr.reaches(bar))
+            && greedy.as_ref().map_or(0.0, GreedyReport::share) >= self.options.min_greedy;
         CheckReport {
             reference: a.runner.name().into(),
             reference_settings: a.runner.settings(),
@@ -402,6 +418,7 @@ impl<'a> Tally<'a> {
             tokens,
             tokens_per_step: a.spec.tokens,
             min_snr: bar,
+            min_greedy: self.options.min_greedy,
             output,
             added: self.added.map(|meter| meter.snr()),
             entries,

@@ -105,6 +105,9 @@ impl Source {
         if CompiledManifest::is_in(path) {
             let compiled = Compiled::open(path)?;
             let step = compiled.step(None)?.name.clone();
+            if !compiled.manifest().calibrated() {
+                printer.warn("the compiled artifact is uncalibrated: its numbers are wrong");
+            }
             return Ok(Self::Compiled(Box::new(CompiledStep { compiled, step })));
         }
         if Artifact::is_artifact(path) {

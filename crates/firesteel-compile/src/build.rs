@@ -1,7 +1,7 @@
 use crate::manifest::{CompiledManifest, FileEntry, PartEntry, SharedEntry, StepEntry, Target};
 use crate::part::{Part, parts};
 use crate::{CompileError, Compiled, Libraries, Split};
-use firesteel_artifact::{Artifact, EmbeddingEntry, MANIFEST};
+use firesteel_artifact::{Artifact, EmbeddingEntry, MANIFEST, Manifest, Quantization};
 use firesteel_check::audit::{Audit, Dump, Finding, Placement, Rule, Schematic, audit};
 use firesteel_checkpoint::{MappedFile, Replace, StagedFolder};
 use firesteel_graph::Graph;
@@ -11,10 +11,13 @@ use firesteel_ort::qnn::{
     CompileOutcome, CompileRequest, ContextModel, CpuNodes, Limits, Performance, Soc,
     WorkerCommand, compile_contexts,
 };
+use firesteel_step::{CacheLayout, Encoding, Role, TensorSpec};
 use firesteel_tensor::DType;
 use fs_err as fs;
+use serde::Serialize;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::TryLockError;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -81,7 +84,7 @@ pub enum Progress<'a> {
 const SIZE_LIMIT: u64 = 2 << 30;
 
 /// Changes when finished parts of an older program are of no use.
-const CACHE_VERSION: &str = "1";
+const CACHE_VERSION: &str = "2";
 
 /// Compiles `artifacts`, one for each step of the same model, and writes the folder `out`, complete
 /// or not at all.
@@ -112,21 +115,26 @@ pub fn compile(
     let mut planned = Vec::with_capacity(artifacts.len());
     for (artifact, name) in artifacts.iter().zip(&steps) {
         artifact.verify()?;
-        let parts = parts(artifact, name, options.split)?;
+        let parts = parts(artifact, &file_name(artifact, name), options.split)?;
         parts.iter().try_for_each(check_graph)?;
         planned.push(parts);
     }
+    let shared = match options.share_weights {
+        true => shared_models(&planned)?,
+        false => Vec::new(),
+    };
+    let libraries = Libraries::of(options.library.as_deref())?;
     let count = planned.iter().map(Vec::len).sum();
     let mut number = 0;
     let target = Target::new(options.soc, options.performance);
     let allowed = options.allow.iter().copied().collect();
-    let mut manifest = CompiledManifest::new(target, allowed);
+    let mut manifest = CompiledManifest::new(target, libraries.clone(), allowed);
     let mut finished = Vec::new();
     for ((artifact, name), parts) in artifacts.iter().zip(&steps).zip(&planned) {
         let mut entries = Vec::with_capacity(parts.len());
         for part in parts {
             number += 1;
-            let job = PartJob { artifact, part, options };
+            let job = PartJob { artifact, part, options, libraries: &libraries };
             let folder = job.folder();
             let done = folder.is_dir();
             report(Progress::Part { name: &part.name, number, count, finished: done });
@@ -148,8 +156,14 @@ pub fn compile(
             take(&folder.join(name), &staged.path().join(name))?;
         }
     }
-    if options.share_weights {
-        manifest.shared = Some(share(artifacts, &planned, options, staged.path(), report)?);
+    if !shared.is_empty() {
+        let job = SharedJob { models: &shared, planned: &planned, options };
+        let folder = job.folder(&finished);
+        if !folder.is_dir() {
+            job.compile(&folder, report)?;
+        }
+        manifest.shared = Some(job.entry(&folder, staged.path())?);
+        finished.push(folder);
     }
     copy_side_files(&artifacts[0], staged.path())?;
     manifest.files = file_entries(staged.path())?;
@@ -163,10 +177,19 @@ pub fn compile(
     Compiled::open(&folder)
 }
 
+/// The step's name as it stands in the names of files.
+fn file_name(artifact: &Artifact, step: &str) -> String {
+    match &artifact.manifest().quantization {
+        Some(known) if !known.calibrated => format!("{step}-uncalibrated"),
+        _ => step.to_owned(),
+    }
+}
+
 /// `decode` or `prefill-T` for each artifact.
 ///
 /// # Errors
-/// When there is none, they are not of the same model, or two are the same step.
+/// When there is none, they are not steps of the same model whose caches fit each other, or two are
+/// the same step.
 pub fn step_names(artifacts: &[Artifact]) -> Result<Vec<String>, CompileError> {
     let option = |problem: String| Err(CompileError::Option { option: "ARTIFACT", problem });
     let Some((first, others)) = artifacts.split_first() else {
@@ -184,6 +207,14 @@ pub fn step_names(artifacts: &[Artifact]) -> Result<Vec<String>, CompileError> {
                 other.folder().display()
             ));
         }
+        if let Some(difference) = difference(one, two) {
+            return option(format!(
+                "{} and {} do not fit: {difference}; a host takes the caches of one step to the \
+                 next as they are",
+                first.folder().display(),
+                other.folder().display()
+            ));
+        }
     }
     let mut names: Vec<String> = Vec::new();
     for artifact in artifacts {
@@ -197,6 +228,44 @@ pub fn step_names(artifacts: &[Artifact]) -> Result<Vec<String>, CompileError> {
         names.push(name);
     }
     Ok(names)
+}
+
+/// In what two steps of a model differ so that one cannot go on with the caches of the other.
+fn difference(one: &Manifest, two: &Manifest) -> Option<String> {
+    fn known<T: Serialize>(manifest: &Manifest, what: fn(&Quantization) -> T) -> Value {
+        json!(manifest.quantization.as_ref().map(what))
+    }
+    let layouts = |manifest: &Manifest| -> Vec<CacheLayout> {
+        manifest.step.layers.iter().map(|layer| layer.layout).collect()
+    };
+    let facts = |manifest: &Manifest| {
+        [
+            ("the layouts of the caches", json!(layouts(manifest))),
+            ("the precision", json!(manifest.options.precision)),
+            ("the GELU", json!(manifest.options.gelu)),
+            ("the scheme", known(manifest, |known| known.scheme.clone())),
+            ("the format of keys and values", known(manifest, |known| known.kv.clone())),
+            ("the hash of the ranges", known(manifest, |known| known.ranges_sha256.clone())),
+        ]
+    };
+    for ((what, first), (_, second)) in facts(one).into_iter().zip(facts(two)) {
+        if first != second {
+            return Some(format!("{what}: {first} in one, {second} in the other"));
+        }
+    }
+    let caches = |manifest: &Manifest| -> BTreeMap<String, Encoding> {
+        let is_cache = |role: Role| matches!(role, Role::KeyCache(_) | Role::ValueCache(_));
+        let caches = manifest.step.inputs.iter().filter(|tensor| is_cache(tensor.role));
+        let port = |tensor: &TensorSpec| {
+            let port = manifest.ports().iter().find(|port| port.name == tensor.name)?;
+            Some((port.name.clone(), port.encoding))
+        };
+        caches.filter_map(port).collect()
+    };
+    let others = caches(two);
+    let (name, _) =
+        caches(one).into_iter().find(|(name, encoding)| others.get(name) != Some(encoding))?;
+    Some(format!("{name} has another scale or zero point"))
 }
 
 /// Refuses a graph that cannot become a context before minutes are spent on it.
@@ -221,7 +290,7 @@ fn check_graph(part: &Part) -> Result<(), CompileError> {
             what: "the graph's constant data",
             bytes,
             limit: SIZE_LIMIT,
-            way: "compile fewer layers at once (--split auto)",
+            way: part.smaller(),
         });
     }
     Ok(())
@@ -241,6 +310,7 @@ struct PartJob<'a> {
     artifact: &'a Artifact,
     part: &'a Part,
     options: &'a CompileOptions,
+    libraries: &'a Libraries,
 }
 
 impl PartJob<'_> {
@@ -248,8 +318,7 @@ impl PartJob<'_> {
     /// on.
     fn folder(&self) -> PathBuf {
         let mut hash = Sha256::new();
-        let libraries = Libraries::current();
-        let soc = self.options.soc;
+        let (libraries, soc) = (self.libraries, self.options.soc);
         for text in [
             CACHE_VERSION,
             &libraries.onnxruntime,
@@ -290,7 +359,7 @@ impl PartJob<'_> {
         let mut heartbeat = |time, memory| report(Progress::Working { time, memory });
         let failed = match compile_contexts(&request, staged.path(), &mut heartbeat) {
             Ok(outcome) => {
-                self.check_size(staged.path(), &outcome)?;
+                check_size(&self.part.name, staged.path(), &outcome, self.part.smaller())?;
                 staged.commit()?;
                 report(Progress::Done { time: outcome.time, memory: outcome.peak_memory });
                 return Ok(());
@@ -312,25 +381,6 @@ impl PartJob<'_> {
             return Err(failed.into());
         }
         Err(CompileError::Findings { part: self.part.name.clone(), findings: audit.findings })
-    }
-
-    fn check_size(&self, folder: &Path, outcome: &CompileOutcome) -> Result<(), CompileError> {
-        let [binary] = &outcome.binaries[..] else {
-            let problem =
-                format!("{} binaries were written instead of one", outcome.binaries.len());
-            return Err(CompileError::Content { file: folder.to_owned(), problem });
-        };
-        let bytes = fs::metadata(folder.join(binary))?.len();
-        if bytes > SIZE_LIMIT {
-            return Err(CompileError::Size {
-                part: self.part.name.clone(),
-                what: "the context binary",
-                bytes,
-                limit: SIZE_LIMIT,
-                way: "compile fewer layers at once (--split auto)",
-            });
-        }
-        Ok(())
     }
 
     fn audit(
@@ -363,32 +413,16 @@ impl PartJob<'_> {
             file: folder.to_owned(),
             problem: format!("has no {what}; remove it and compile again"),
         };
-        let binary = ending("_qnn.bin").ok_or_else(|| missing("binary"))?;
+        let binary = ending(BINARY).ok_or_else(|| missing("binary"))?;
         let schematic = ending("_schematic.bin").ok_or_else(|| missing("schematic"))?;
-        let graphs: Vec<String> = names
-            .iter()
-            .filter(|name| {
-                name.starts_with("QNN_")
-                    && name.ends_with(".json")
-                    && !name.ends_with("_tensor_log.json")
-            })
-            .cloned()
-            .collect();
+        let graphs: Vec<String> = names.iter().filter(|name| is_dump(name)).cloned().collect();
         let text = fs::read(folder.join(schematic))?;
         let schematic = Schematic::parse(&String::from_utf8_lossy(&text))
             .map_err(|source| self.unreadable(source))?;
         let mut audit = self.audit(folder, &graphs, Some(schematic), Placement::Htp)?;
         let bytes = MappedFile::open(&folder.join(&binary))?.bytes();
         audit.findings.extend(wrong_target(&binary, &bytes, self.options.soc));
-        let refused: Vec<Finding> = audit
-            .findings
-            .iter()
-            .filter(|finding| !self.options.allow.contains(&finding.rule))
-            .cloned()
-            .collect();
-        if !refused.is_empty() {
-            return Err(CompileError::Findings { part: self.part.name.clone(), findings: refused });
-        }
+        self.options.refuse(&self.part.name, &audit.findings)?;
         Ok(PartEntry {
             name: self.part.name.clone(),
             role: self.part.role.clone(),
@@ -396,13 +430,46 @@ impl PartJob<'_> {
             context: self.context(),
             binary_bytes: bytes.len() as u64,
             binary,
+            graphs: graphs
+                .iter()
+                .map(|file| file.trim_start_matches("QNN_").trim_end_matches(".json").to_owned())
+                .collect(),
             constant_bytes: constant_bytes(&self.part.graph),
             audit,
         })
     }
 }
 
+/// Refuses anything but one binary of a size that a session takes.
+fn check_size(
+    part: &str,
+    folder: &Path,
+    outcome: &CompileOutcome,
+    way: &'static str,
+) -> Result<(), CompileError> {
+    let [binary] = &outcome.binaries[..] else {
+        let problem = format!("{} binaries were written instead of one", outcome.binaries.len());
+        return Err(CompileError::Content { file: folder.to_owned(), problem });
+    };
+    let bytes = fs::metadata(folder.join(binary))?.len();
+    if bytes > SIZE_LIMIT {
+        let (part, what) = (part.to_owned(), "the context binary");
+        return Err(CompileError::Size { part, what, bytes, limit: SIZE_LIMIT, way });
+    }
+    Ok(())
+}
+
 impl CompileOptions {
+    /// The findings that are not allowed, as an error.
+    fn refuse(&self, part: &str, findings: &[Finding]) -> Result<(), CompileError> {
+        let refused: Vec<Finding> =
+            findings.iter().filter(|found| !self.allow.contains(&found.rule)).cloned().collect();
+        if refused.is_empty() {
+            return Ok(());
+        }
+        Err(CompileError::Findings { part: part.to_owned(), findings: refused })
+    }
+
     fn request<'a>(
         &'a self,
         models: &'a [ContextModel],
@@ -461,20 +528,16 @@ fn model_file(part: &Part, folder: &Path) -> Result<PathBuf, CompileError> {
     Ok(folder.join(name))
 }
 
-/// Compiles the steps once more, into one binary. The emulator cannot load it, so what was audited
-/// and is checked are the binaries of their own.
-fn share(
-    artifacts: &[Artifact],
-    planned: &[Vec<Part>],
-    options: &CompileOptions,
-    out: &Path,
-    report: &mut dyn FnMut(Progress<'_>),
-) -> Result<SharedEntry, CompileError> {
+/// The models of steps that can share a binary.
+///
+/// # Errors
+/// When there is only one, or one is cut into parts.
+fn shared_models(planned: &[Vec<Part>]) -> Result<Vec<ContextModel>, CompileError> {
     let option = |problem: &str| CompileError::Option {
         option: "--share-weights",
         problem: problem.to_owned(),
     };
-    if artifacts.len() < 2 {
+    if planned.len() < 2 {
         return Err(option("needs two steps, such as a decode and a prefill artifact"));
     }
     let mut models = Vec::new();
@@ -485,25 +548,97 @@ fn share(
         let model = part.model.clone().ok_or_else(|| option("goes with --split 1"))?;
         models.push(ContextModel { model, context: format!("shared-{}.onnx", part.name) });
     }
-    let folder = StagedFolder::create(&options.cache.join("shared"), Replace::Never)?;
-    report(Progress::Part { name: "shared", number: 1, count: 1, finished: false });
-    let request = options.request(&models, CpuNodes::Refused);
-    let outcome = compile_contexts(&request, folder.path(), &mut |time, memory| {
-        report(Progress::Working { time, memory });
-    })?;
-    let [binary] = &outcome.binaries[..] else {
-        let problem = format!("{} binaries were written instead of one", outcome.binaries.len());
-        return Err(CompileError::Content { file: folder.path().to_owned(), problem });
-    };
-    report(Progress::Done { time: outcome.time, memory: outcome.peak_memory });
-    let bytes = fs::metadata(folder.path().join(binary))?.len();
-    take(&folder.path().join(binary), &out.join(binary))?;
-    let mut contexts = Vec::new();
-    for (model, parts) in models.iter().zip(planned) {
-        take(&folder.path().join(&model.context), &out.join(&model.context))?;
-        contexts.extend(parts.first().map(|part| (part.name.clone(), model.context.clone())));
+    Ok(models)
+}
+
+/// The steps once more, in one binary. The emulator cannot load it, so what is checked are the
+/// binaries of their own; that it was made of the same operators is audited.
+struct SharedJob<'a> {
+    models: &'a [ContextModel],
+    planned: &'a [Vec<Part>],
+    options: &'a CompileOptions,
+}
+
+impl SharedJob<'_> {
+    /// The folder of the finished binary, named after the `finished` parts that are in it.
+    fn folder(&self, finished: &[PathBuf]) -> PathBuf {
+        let mut hash = Sha256::new();
+        for part in finished {
+            hash.update(part.file_name().unwrap_or_default().as_encoded_bytes());
+            hash.update([0]);
+        }
+        let key: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        self.options.cache.join(format!("shared-{key}"))
     }
-    Ok(SharedEntry { contexts, binary: binary.clone(), bytes })
+
+    fn compile(
+        &self,
+        folder: &Path,
+        report: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<(), CompileError> {
+        let staged = StagedFolder::create(folder, Replace::Never)?;
+        report(Progress::Part { name: SHARED, number: 1, count: 1, finished: false });
+        let mut request = self.options.request(self.models, CpuNodes::Refused);
+        request.account = true;
+        let outcome = compile_contexts(&request, staged.path(), &mut |time, memory| {
+            report(Progress::Working { time, memory });
+        })?;
+        let way = "compile the steps without --share-weights, or fewer layers at once";
+        check_size(SHARED, staged.path(), &outcome, way)?;
+        report(Progress::Done { time: outcome.time, memory: outcome.peak_memory });
+        staged.commit()?;
+        Ok(())
+    }
+
+    /// Takes the finished binary to `out`.
+    ///
+    /// # Errors
+    /// When it is for another chip, or a step has other operators in it than were meant.
+    fn entry(&self, folder: &Path, out: &Path) -> Result<SharedEntry, CompileError> {
+        let names = names(folder)?;
+        let binary = names.iter().find(|name| name.ends_with(BINARY)).cloned();
+        let binary = binary.ok_or_else(|| CompileError::Content {
+            file: folder.to_owned(),
+            problem: "has no binary; remove it and compile again".into(),
+        })?;
+        let bytes = MappedFile::open(&folder.join(&binary))?.bytes();
+        let mut findings: Vec<Finding> =
+            wrong_target(&binary, &bytes, self.options.soc).into_iter().collect();
+        let mut dumps = Vec::new();
+        for graph in names.iter().filter(|name| is_dump(name)) {
+            let unreadable = |source| CompileError::Audit { part: SHARED.into(), source };
+            dumps.push(Dump::parse(&fs::read(folder.join(graph))?).map_err(unreadable)?);
+        }
+        for part in self.planned.iter().flatten() {
+            // Which list is whose, nothing says but its content.
+            let audits = dumps.iter().map(|dump| audit(&part.graph, dump, None, Placement::Htp));
+            let nearest = audits.min_by_key(|audit| audit.findings.len());
+            let nearest = nearest.ok_or_else(|| CompileError::Content {
+                file: folder.to_owned(),
+                problem: "has no list of operators; remove it and compile again".into(),
+            })?;
+            findings.extend(nearest.findings);
+        }
+        self.options.refuse(SHARED, &findings)?;
+        take(&folder.join(&binary), &out.join(&binary))?;
+        let mut contexts = Vec::new();
+        for (model, part) in self.models.iter().zip(self.planned.iter().flatten()) {
+            take(&folder.join(&model.context), &out.join(&model.context))?;
+            contexts.push((part.name.clone(), model.context.clone()));
+        }
+        Ok(SharedEntry { contexts, binary, bytes: bytes.len() as u64 })
+    }
+}
+
+/// Name of the binary of several steps in messages.
+const SHARED: &str = "shared";
+
+/// How the names of binaries end.
+const BINARY: &str = "_qnn.bin";
+
+/// Whether a file is the list of operators that QNN got.
+fn is_dump(name: &str) -> bool {
+    name.starts_with("QNN_") && name.ends_with(".json") && !name.ends_with("_tensor_log.json")
 }
 
 /// Copies a file, by a link where the file system has them.

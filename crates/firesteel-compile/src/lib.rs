@@ -19,7 +19,7 @@ pub use open::Compiled;
 pub use part::{PART_BYTES, Split};
 
 use firesteel_artifact::ArtifactError;
-use firesteel_check::audit::{AuditError, Finding};
+use firesteel_check::audit::{AuditError, Finding, Rule};
 use firesteel_checkpoint::CheckpointError;
 use firesteel_graph::GraphError;
 use firesteel_onnx::OnnxError;
@@ -120,6 +120,8 @@ fn listed(findings: &[Finding]) -> String {
     if findings.len() > LISTED {
         lines.push(format!("  and {} more", findings.len() - LISTED));
     }
-    lines.push("(--allow RULE lets a rule pass, and the manifest says so)".into());
+    if findings.iter().any(|finding| finding.rule != Rule::Cpu) {
+        lines.push("(--allow RULE lets a rule pass, and the manifest says so)".into());
+    }
     lines.join("\n")
 }

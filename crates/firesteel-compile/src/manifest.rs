@@ -1,18 +1,19 @@
 use crate::CompileError;
-use firesteel_artifact::{MANIFEST, Manifest};
+use firesteel_artifact::{EmbeddingEntry, MANIFEST, Manifest};
 use firesteel_check::audit::{Audit, Rule};
-use firesteel_ort::qnn::{Performance, Soc};
-use firesteel_ort::{ONNX_RUNTIME_VERSION, QNN_SDK_VERSION, QNN_VERSION};
+use firesteel_ort::qnn::{Performance, Soc, compile_settings};
+use firesteel_ort::{QNN_SDK_VERSION, QNN_VERSION, find_library, library_version};
 use firesteel_step::{PortEncoding, StepSpec};
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
 /// Version of the manifest's layout that is written and read.
-pub const COMPILED_VERSION: u32 = 1;
+pub const COMPILED_VERSION: u32 = 2;
 
 /// What the manifest says it is.
 const FORMAT: &str = "firesteel-compiled";
@@ -33,6 +34,8 @@ pub struct CompiledManifest {
     pub target: Target,
     /// The versions that made it.
     pub libraries: Libraries,
+    /// What the provider was told, by its own names of options.
+    pub settings: BTreeMap<String, String>,
     /// Rules whose violations were allowed.
     pub allowed: Vec<Rule>,
     /// The steps.
@@ -75,13 +78,18 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    /// The versions that this program installs and uses.
-    pub fn current() -> Self {
-        Self {
-            onnxruntime: ONNX_RUNTIME_VERSION.to_owned(),
+    /// The versions that compile and emulate here: those of the ONNX Runtime at `library`, or of
+    /// the one that is found without, and of the plugin, of which only one version is used.
+    ///
+    /// # Errors
+    /// When there is no ONNX Runtime.
+    pub fn of(library: Option<&Path>) -> Result<Self, CompileError> {
+        let version = library_version(&find_library(library)?);
+        Ok(Self {
+            onnxruntime: version.unwrap_or_else(|| "of an unknown version".to_owned()),
             onnxruntime_qnn: QNN_VERSION.to_owned(),
             qnn_sdk: QNN_SDK_VERSION.to_owned(),
-        }
+        })
     }
 
     /// What differs from `other`, a clause each.
@@ -185,6 +193,8 @@ pub struct PartEntry {
     pub context: String,
     /// The binary.
     pub binary: String,
+    /// Names of the graphs in the binary.
+    pub graphs: Vec<String>,
     /// Bytes of the constants of the graph.
     pub constant_bytes: u64,
     /// Bytes of the binary.
@@ -216,13 +226,16 @@ pub struct FileEntry {
 }
 
 impl CompiledManifest {
-    pub(crate) fn new(target: Target, allowed: Vec<Rule>) -> Self {
+    pub(crate) fn new(target: Target, libraries: Libraries, allowed: Vec<Rule>) -> Self {
         Self {
             format: FORMAT.into(),
             format_version: COMPILED_VERSION,
             tool_version: env!("CARGO_PKG_VERSION").into(),
+            settings: compile_settings(target.soc_number, target.arch, target.performance)
+                .map(|(key, value)| (key.to_owned(), value))
+                .into(),
             target,
-            libraries: Libraries::current(),
+            libraries,
             allowed,
             steps: Vec::new(),
             shared: None,
@@ -238,6 +251,12 @@ impl CompiledManifest {
         }
         let kind = read_text(folder).ok().and_then(|text| serde_json::from_slice(&text).ok());
         kind.is_some_and(|kind: Kind| kind.format == FORMAT)
+    }
+
+    /// Whether the ranges of all its activations come from a calibration, or it has floats.
+    pub fn calibrated(&self) -> bool {
+        let mut known = self.steps.iter().filter_map(|step| step.source.quantization.as_ref());
+        known.all(|known| known.calibrated)
     }
 
     /// Whether `folder` is a compiled artifact and nothing else, so that nothing is lost with it.
@@ -308,8 +327,9 @@ impl CompiledManifest {
             let found = self.files.iter().any(|file| file.name == *name);
             if found { Ok(()) } else { Err(format!("{name:?} is not among the files")) }
         };
-        if self.steps.is_empty() {
-            return Err("names no step".into());
+        let Some(first) = self.steps.first() else { return Err("names no step".into()) };
+        if let Some(EmbeddingEntry::File { file, .. }) = &first.source.embedding {
+            listed(file)?;
         }
         for step in &self.steps {
             step.source.step.validate().map_err(|error| format!("{}: {error}", step.name))?;

@@ -109,7 +109,8 @@ impl Compiled {
         step: &StepEntry,
         options: &HtpOptions,
     ) -> Result<Box<dyn Runner>, CompileError> {
-        let differences = self.manifest.libraries.differences(&Libraries::current());
+        let differences =
+            self.manifest.libraries.differences(&Libraries::of(options.library.as_deref())?);
         if !differences.is_empty() {
             let problem = format!(
                 "was compiled with other versions: {}; compile it again",

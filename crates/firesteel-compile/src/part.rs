@@ -38,6 +38,19 @@ pub(crate) struct Part {
     pub(crate) identity: String,
 }
 
+impl Part {
+    /// How to make it smaller.
+    pub(crate) fn smaller(&self) -> &'static str {
+        match &self.role {
+            PartRole::Head { .. } => "export the head in shards (--head-shards)",
+            PartRole::Layers { step } if step.layers.len() > 1 => {
+                "compile fewer layers at once (--split)"
+            }
+            PartRole::Layers { .. } => "quantize it to fewer bits; one layer is not cut",
+        }
+    }
+}
+
 /// The parts of an artifact's step, named after `step`.
 ///
 /// # Errors
@@ -61,7 +74,12 @@ pub(crate) fn parts(
                 parts.push(Part {
                     name: format!("{step}-head-{number}"),
                     role: PartRole::Head { rows: rows.clone() },
-                    ports: manifest.ports().to_vec(),
+                    ports: manifest
+                        .ports()
+                        .iter()
+                        .filter(|port| graph.find(&port.name).is_some())
+                        .cloned()
+                        .collect(),
                     graph,
                     model: Some(artifact.graph_path(entry)),
                     identity: entry.sha256.clone(),
@@ -84,10 +102,17 @@ fn slices(
     let spec = &manifest.step;
     let layers = spec.layers.len();
     let count = match split {
+        Split::Auto if constant_bytes(&graph) <= PART_BYTES => 1,
+        // Fewer cannot hold all constants.
         Split::Auto => {
-            let bytes = constant_bytes(&graph);
-            let count = bytes.div_ceil(PART_BYTES).max(1);
-            usize::try_from(count).unwrap_or(usize::MAX).min(layers)
+            let whole = constant_bytes(&graph);
+            let fewest = usize::try_from(whole.div_ceil(PART_BYTES)).unwrap_or(usize::MAX);
+            let cutter = Cutter::new(&graph, artifact, entry);
+            let mut count = fewest.saturating_sub(1).clamp(1, layers);
+            while count < layers && cutter.largest(count)? > PART_BYTES {
+                count += 1;
+            }
+            return cutter.parts(entry, step, count);
         }
         Split::Parts(count) if count <= layers => count,
         Split::Parts(count) => {
@@ -105,26 +130,7 @@ fn slices(
             identity: entry.sha256.clone(),
         }]);
     }
-    let cutter =
-        Cutter { graph: &graph, spec, ports: manifest.ports(), hidden: &entry.layer_hidden };
-    let mut parts = Vec::with_capacity(count + 1);
-    for part in 0..count {
-        let range = layers * part / count..layers * (part + 1) / count;
-        let name = format!("{step}-layers-{}-{}", range.start, range.end);
-        let identity = format!("{} layers {range:?}", entry.sha256);
-        let slice = cutter.spec(range.clone())?;
-        let (cut, ports) = cutter.layers(&name, &slice, range)?;
-        let role = PartRole::Layers { step: slice };
-        parts.push(Part { name, role, ports, graph: cut, model: None, identity });
-    }
-    if spec.logits != Logits::Hidden {
-        let name = format!("{step}-head-0");
-        let identity = format!("{} head", entry.sha256);
-        let (cut, ports) = cutter.head(&name)?;
-        let role = PartRole::Head { rows: 0..spec.vocab_size };
-        parts.push(Part { name, role, ports, graph: cut, model: None, identity });
-    }
-    Ok(parts)
+    Cutter::new(&graph, artifact, entry).parts(entry, step, count)
 }
 
 /// Cuts a step's graph at the values after layers.
@@ -152,7 +158,56 @@ struct Copy<'a> {
     names: HashMap<&'a str, String>,
 }
 
-impl Cutter<'_> {
+impl<'a> Cutter<'a> {
+    fn new(graph: &'a Graph, artifact: &'a Artifact, entry: &'a GraphEntry) -> Self {
+        let manifest = artifact.manifest();
+        Self { graph, spec: &manifest.step, ports: manifest.ports(), hidden: &entry.layer_hidden }
+    }
+
+    /// The layers of part `part` of `count`.
+    fn range(&self, part: usize, count: usize) -> Range<usize> {
+        let layers = self.spec.layers.len();
+        layers * part / count..layers * (part + 1) / count
+    }
+
+    /// Bytes of the constants in the largest of `count` parts.
+    fn largest(&self, count: usize) -> Result<u64, CompileError> {
+        let mut largest = 0;
+        for part in 0..count {
+            let range = self.range(part, count);
+            let (cut, _) = self.layers("part", &self.spec(range.clone())?, range)?;
+            largest = largest.max(constant_bytes(&cut));
+        }
+        Ok(largest)
+    }
+
+    /// `count` parts of layers, and the head.
+    fn parts(
+        &self,
+        entry: &GraphEntry,
+        step: &str,
+        count: usize,
+    ) -> Result<Vec<Part>, CompileError> {
+        let mut parts = Vec::with_capacity(count + 1);
+        for part in 0..count {
+            let range = self.range(part, count);
+            let name = format!("{step}-layers-{}-{}", range.start, range.end);
+            let identity = format!("{} layers {range:?}", entry.sha256);
+            let slice = self.spec(range.clone())?;
+            let (cut, ports) = self.layers(&name, &slice, range)?;
+            let role = PartRole::Layers { step: slice };
+            parts.push(Part { name, role, ports, graph: cut, model: None, identity });
+        }
+        if self.spec.logits != Logits::Hidden {
+            let name = format!("{step}-head-0");
+            let identity = format!("{} head", entry.sha256);
+            let (cut, ports) = self.head(&name)?;
+            let role = PartRole::Head { rows: 0..self.spec.vocab_size };
+            parts.push(Part { name, role, ports, graph: cut, model: None, identity });
+        }
+        Ok(parts)
+    }
+
     /// The contract of a slice: the hidden state in and out, layers numbered within it.
     fn spec(&self, range: Range<usize>) -> Result<StepSpec, CompileError> {
         let layers = self.spec.layers.get(range.clone()).unwrap_or_default().to_vec();

@@ -17,7 +17,7 @@ mod setup;
 mod tensor;
 
 pub use error::OrtError;
-pub use library::{OrtLibrary, find_library, load};
+pub use library::{OrtLibrary, find_library, library_version, load};
 pub use runner::OrtRunner;
 pub use session::{Optimization, OrtModel, OrtOptions, Port};
 pub use setup::{

@@ -165,9 +165,9 @@ fn version_key(suffix: &str) -> Option<Vec<u64>> {
     suffix.strip_prefix('.')?.split('.').map(|part| part.parse().ok()).collect()
 }
 
-/// The version that the library's symbols carry (`VERS_1.32.0`). The `ort` crate checks the
-/// version that the library reports, but does not show it.
-fn library_version(path: &Path) -> Option<String> {
+/// The version of the library at `path`, which its symbols carry (`VERS_1.32.0`); `None` when they
+/// do not. The `ort` crate checks the version that the library reports, but does not show it.
+pub fn library_version(path: &Path) -> Option<String> {
     const MARK: &[u8] = b"VERS_";
     // The dynamic string table comes before the code.
     const HEAD: u64 = 8 << 20;

@@ -120,8 +120,9 @@ pub enum Placement {
 ///
 /// Every node must be one operator of its own kind under its own name; between quantized values it
 /// must be quantized; only the conversions that the graph spells (at its border, and a
-/// `DequantizeLinear` into a `QuantizeLinear`) may appear; a constant matrix keeps its bits. Where
-/// ONNX Runtime moved a transpose past other nodes, transposes elsewhere stand for it.
+/// `DequantizeLinear` into a `QuantizeLinear`) may appear; a constant matrix keeps its bits and the
+/// spread of its scales. Where ONNX Runtime moved transposes past other nodes, as many elsewhere
+/// stand for them.
 pub fn audit(
     meant: &Graph,
     dump: &Dump,
@@ -153,7 +154,7 @@ pub fn audit(
             let detail = format!("is {} instead of {}", op.kind, kinds.join(" or "));
             findings.insert(Finding { rule: Rule::Operator, node: name.clone(), detail });
         }
-        if let Some(detail) = decomposed(&node.op) {
+        if let Some(detail) = plan.decomposed(node) {
             findings.insert(Finding {
                 rule: Rule::Decomposed,
                 node: name.clone(),
@@ -181,8 +182,10 @@ pub fn audit(
         Placement::Htp => transposes.filter(missing).map(|node| node.name.clone()).collect(),
         Placement::Mixed => Vec::new(),
     };
+    let mut elsewhere = moved.len();
     for (name, op) in unplanned {
-        if op.kind == "Transpose" && !moved.is_empty() {
+        if op.kind == "Transpose" && elsewhere > 0 {
+            elsewhere -= 1;
             continue;
         }
         // What stands beside a node that became float follows from that.
@@ -241,16 +244,8 @@ fn operators(op: &Op) -> &'static [&'static str] {
     }
 }
 
-/// Why an operator is a piece of a norm or an activation.
-fn decomposed(op: &Op) -> Option<&'static str> {
-    match op {
-        Op::Erf => Some("a GELU in pieces; export with --dialect qnn, which keeps it one operator"),
-        Op::ReduceMean { .. } | Op::ReduceMax { .. } | Op::Sqrt => {
-            Some("a norm in pieces; export with --dialect qnn, which keeps it one operator")
-        }
-        _ => None,
-    }
-}
+const GELU: &str = "a GELU in pieces; export with --dialect qnn, which keeps it one operator";
+const NORM: &str = "a norm in pieces; export with --dialect qnn, which keeps it one operator";
 
 /// The graph, seen as the compiler's input.
 struct Plan<'a> {
@@ -288,6 +283,45 @@ impl<'a> Plan<'a> {
         &self.graph.value(id).name
     }
 
+    /// Why a node is a piece of a norm or an activation, if it is.
+    fn decomposed(&self, node: &Node) -> Option<&'static str> {
+        match node.op {
+            Op::Erf => Some(GELU),
+            Op::Tanh if self.weighs(node) => Some(GELU),
+            Op::ReduceMean { .. } | Op::ReduceMax { .. } | Op::Sqrt => Some(NORM),
+            _ => None,
+        }
+    }
+
+    /// Whether what a node makes is multiplied in the end with a value that it was made from, as
+    /// x · (1 + tanh(…x…)) is; a gate is multiplied with something else.
+    fn weighs(&self, node: &Node) -> bool {
+        let inner =
+            |op: &Op| matches!(op, Op::Add | Op::Mul | Op::Sub | Op::Div) || is_conversion(op);
+        let mut sources: HashSet<ValueId> = HashSet::new();
+        let mut open: Vec<ValueId> = node.inputs.clone();
+        while let Some(id) = open.pop() {
+            if self.graph.constant(id).is_none() && sources.insert(id) {
+                let producer = self.producer.get(&id).filter(|producer| inner(&producer.op));
+                open.extend(producer.into_iter().flat_map(|producer| &producer.inputs));
+            }
+        }
+        let mut made: HashSet<ValueId> = HashSet::new();
+        let mut open: Vec<ValueId> = node.outputs.clone();
+        while let Some(id) = open.pop() {
+            if !made.insert(id) {
+                continue;
+            }
+            for consumer in self.consumers(id).iter().filter(|consumer| inner(&consumer.op)) {
+                if consumer.op == Op::Mul && consumer.inputs.iter().any(|id| sources.contains(id)) {
+                    return true;
+                }
+                open.extend(&consumer.outputs);
+            }
+        }
+        false
+    }
+
     /// The node that dequantizes a value, if one does.
     fn dequantized(&self, id: ValueId) -> Option<&'a Node> {
         self.producer.get(&id).copied().filter(|n| matches!(n.op, Op::DequantizeLinear { .. }))
@@ -302,10 +336,12 @@ impl<'a> Plan<'a> {
     }
 
     /// Whether a node stands between quantized values: all that it reads are dequantized or
-    /// constant, and all that it makes is quantized.
+    /// constant, and all that it makes is quantized. A product with a matrix in floats is meant to
+    /// be one of floats.
     fn quantized(&self, node: &Node) -> bool {
-        let reads =
-            |id: &ValueId| self.graph.constant(*id).is_some() || self.dequantized(*id).is_some();
+        let product = matches!(node.op, Op::MatMul | Op::Gemm);
+        let constant = |id: &ValueId| !product && self.graph.constant(*id).is_some();
+        let reads = |id: &ValueId| constant(id) || self.dequantized(*id).is_some();
         !is_conversion(&node.op)
             && node.inputs.iter().all(reads)
             && node.inputs.iter().any(|id| self.dequantized(*id).is_some())
@@ -377,6 +413,27 @@ impl<'a> Plan<'a> {
             .into()
     }
 
+    /// The format of a weight, in the words of [`QnnTensor::format`](super::QnnTensor::format). The
+    /// compiler computes floats in half precision, whatever they were.
+    fn weight_format(&self, id: ValueId) -> String {
+        let Some(node) = self.dequantized(id) else {
+            let dtype = self.graph.value(id).dtype;
+            return if dtype.is_float() { DType::F16.name() } else { dtype.name() }.to_owned();
+        };
+        let stored = node.inputs.first().map_or(id, |stored| *stored);
+        let bits = match self.graph.value(stored).dtype {
+            DType::I4 => "int4",
+            DType::I8 | DType::U8 => "int8",
+            DType::I16 | DType::U16 => "int16",
+            other => other.name(),
+        };
+        let spread = match node.op {
+            Op::DequantizeLinear { axis: Some(_) } => "channel",
+            _ => "tensor",
+        };
+        format!("{bits} per {spread}")
+    }
+
     fn is_weight(&self, id: ValueId) -> bool {
         let constant = |id: &ValueId| self.graph.constant(*id).is_some();
         constant(&id)
@@ -441,20 +498,17 @@ fn weight(plan: &Plan<'_>, node: &Node, name: &str, op: &QnnOp, dump: &Dump) -> 
     if !plan.is_weight(id) {
         return None;
     }
-    let meant = plan.integer(id).unwrap_or(plan.graph.value(id).dtype);
-    let tensor = dump.tensors.get(op.inputs.get(1)?)?;
-    let actual = tensor.format();
-    let planned = match meant {
-        DType::I4 => "int4",
-        DType::I8 | DType::U8 => "int8",
-        DType::I16 | DType::U16 => "int16",
-        other => other.name(),
+    let finding = |detail| Some(Finding { rule: Rule::Weight, node: name.to_owned(), detail });
+    let planned = plan.weight_format(id);
+    let listed = op.inputs.get(1).and_then(|input| dump.tensors.get(input));
+    let Some(tensor) = listed else {
+        return finding(format!("its weight is not listed, the graph says {planned}"));
     };
-    if actual.split(' ').next() == Some(planned) {
+    let actual = tensor.format();
+    if actual == planned {
         return None;
     }
-    let detail = format!("its weight is {actual}, the graph says {planned}");
-    Some(Finding { rule: Rule::Weight, node: name.to_owned(), detail })
+    finding(format!("its weight is {actual}, the graph says {planned}"))
 }
 
 /// Constant matrices by format.

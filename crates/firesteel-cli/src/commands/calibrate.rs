@@ -157,6 +157,15 @@ impl Calibrate {
                 if artifact.manifest().quantization.is_some() || spec.first_layer > 0 {
                     bail!("the artifact is quantized or a later slice; calibrate its checkpoint");
                 }
+                let given = [
+                    ("--layers", self.layers != "all"),
+                    ("--gelu", self.gelu.gelu() != options.gelu),
+                    ("--context", self.context.is_some()),
+                    ("--plain", self.plain),
+                ];
+                if let Some((option, _)) = given.iter().find(|(_, given)| *given) {
+                    bail!("{option}: the step is that of the artifact; it goes with a checkpoint");
+                }
                 let whole = wanted.min(spec.context) / spec.tokens * spec.tokens;
                 (whole.max(spec.tokens), spec.tokens)
             }
@@ -214,6 +223,10 @@ impl Calibrate {
             }
             Source::Compiled(_) => Err(option("ARTIFACT", "", &"is compiled already")),
         };
+        let gelu = match &source {
+            Source::Artifact(artifact) => artifact.manifest().options.gelu,
+            Source::Checkpoint(_) | Source::Compiled(_) => self.gelu.gelu(),
+        };
         let staged = self.stage()?;
         // What quantize --scheme quantizes.
         let (mut columns, mut model) = (ColumnSizes::new(), None);
@@ -249,6 +262,7 @@ impl Calibrate {
             columns,
             importance: if self.plain { Importance::new() } else { calibrator.importance() },
             texts,
+            gelu,
             tokens: calibrator.tokens(),
             sequence: longest as u64,
             observer: method,
@@ -292,7 +306,14 @@ impl Calibrate {
         let mut all: Vec<Vec<u32>> = Vec::new();
         if let Some(count) = self.spread {
             let limit = length.saturating_mul(self.samples);
-            let ids = super::check::spread_ids(Spread::Calibration, count.min(limit), vocabulary);
+            if count > limit {
+                bail!(
+                    "--spread {count}: {} sequences of {length} tokens are run; give more \
+                     --samples or --tokens",
+                    self.samples
+                );
+            }
+            let ids = super::check::spread_ids(Spread::Calibration, count, vocabulary)?;
             all.extend(ids.chunks(length).map(<[u32]>::to_vec));
             return Ok(all);
         }

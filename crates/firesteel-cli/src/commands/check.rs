@@ -81,6 +81,9 @@ pub(crate) struct CheckArgs {
     /// 8-bit weights, 10 for 4-bit weights or 8-bit activations]
     #[arg(long, value_name = "DB", allow_negative_numbers = true)]
     min_snr: Option<f64>,
+    /// Share of the greedy continuation, ties left out, that must agree, such as 1
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    min_greedy: f64,
     /// Logit gap below which a greedy choice is a tie
     #[arg(long, value_name = "GAP", default_value_t = 1e-3)]
     tie_margin: f64,
@@ -142,6 +145,9 @@ impl Check {
         }
         if self.record && !matches!(test, Source::Compiled(_)) {
             bail!("--record goes with a compiled artifact");
+        }
+        if self.record && self.fidelity.wanted() {
+            bail!("--record keeps a comparison step by step; it goes without --text and --prompts");
         }
         let against = self.against.as_deref().context("--against names what is right")?;
         let reference = Source::open(against, printer)?;
@@ -298,7 +304,12 @@ pub(crate) fn check_and_print(
     let ids = token_ids(args, test, reference, &spec)?;
     let kinds = [test_kind, reference_kind];
     let min_snr = args.min_snr.unwrap_or_else(|| default_bar([test, reference], kinds));
-    for (option, value) in [("--min-snr", min_snr), ("--tie-margin", args.tie_margin)] {
+    let numbers = [
+        ("--min-snr", min_snr),
+        ("--min-greedy", args.min_greedy),
+        ("--tie-margin", args.tie_margin),
+    ];
+    for (option, value) in numbers {
         if !value.is_finite() {
             bail!("{option} {value}: a finite number is accepted");
         }
@@ -312,13 +323,15 @@ pub(crate) fn check_and_print(
         greedy_prompt: args.greedy_prompt,
         tie_margin: args.tie_margin,
         min_snr,
+        min_greedy: args.min_greedy,
     };
     let mut feed = feed(&spec, reference, test)?;
     if test_kind == RunnerKind::Htp {
         let forced = args.steps.min(ids.len()).min(spec.context) / spec.tokens;
         let prompt = args.greedy_prompt.div_ceil(spec.tokens);
-        let greedy = if args.greedy > 0 { prompt + args.greedy } else { 0 };
-        estimate(right.as_mut(), forced + greedy, args.ort.limits().time, printer)?;
+        let greedy = if args.greedy > 0 { prompt.saturating_add(args.greedy) } else { 0 };
+        let steps = forced.saturating_add(greedy.min(spec.context));
+        estimate(right.as_mut(), steps, args.ort.limits().time, printer)?;
     }
     let report = compare(left.as_mut(), right.as_mut(), feed.as_mut(), &ids, &options)?;
     if report.tokens < ids.len().min(args.steps) {
@@ -405,7 +418,7 @@ pub(crate) fn token_ids(
                 bail!("--prompt {}: neither side has a tokenizer; give --ids", file.display())
             }
             (None, None) => {
-                spread_ids(Spread::Check, args.steps.min(spec.context), spec.vocab_size)
+                spread_ids(Spread::Check, args.steps.min(spec.context), spec.vocab_size)?
             }
         }
     };
@@ -426,19 +439,31 @@ pub(crate) enum Spread {
 }
 
 /// Ids all over the vocabulary, for models without a tokenizer.
-pub(crate) fn spread_ids(what: Spread, count: usize, vocabulary: usize) -> Vec<u32> {
+///
+/// # Errors
+/// When they are more than any comparison or calibration takes.
+pub(crate) fn spread_ids(
+    what: Spread,
+    count: usize,
+    vocabulary: usize,
+) -> anyhow::Result<Vec<u32>> {
+    if count > MOST_SPREAD {
+        bail!("{count} ids all over the vocabulary are too many; up to {MOST_SPREAD} are accepted");
+    }
     let first: u64 = match what {
         Spread::Check => 1,
         Spread::Calibration => 1_000_003,
     };
     // A multiplicative hash (Knuth) of the index.
-    (first..first + count as u64)
-        .map(|i| {
-            let hash = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-            (hash % vocabulary.max(1) as u64) as u32
-        })
-        .collect()
+    let id = |i: u64| {
+        let hash = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        (hash % vocabulary.max(1) as u64) as u32
+    };
+    Ok((first..first + count as u64).map(id).collect())
 }
+
+/// Most ids all over the vocabulary; those of a check and of a calibration stay apart.
+const MOST_SPREAD: usize = 1_000_000;
 
 /// Token rows, or for a slice the hidden state that enters it.
 pub(crate) fn feed(
@@ -589,6 +614,9 @@ fn print_report(
     for layer in &report.layers {
         if let Some(hidden) = &layer.hidden {
             row(format!("after layer {} ({})", layer.layer, layer.kind), hidden);
+        } else {
+            row(format!("keys of layer {} ({})", layer.layer, layer.kind), &layer.keys);
+            row(format!("values of layer {}", layer.layer), &layer.values);
         }
     }
     row("new keys and values".into(), &report.entries);

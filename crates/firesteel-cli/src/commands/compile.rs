@@ -2,7 +2,8 @@ use super::worker::worker_command;
 use crate::printer::{Printer, mebibytes, table};
 use crate::source::OrtArgs;
 use anyhow::{Context as _, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use firesteel_artifact::Artifact;
 use firesteel_check::audit::{Audit, Rule};
 use firesteel_checkpoint::cache_root;
@@ -10,6 +11,7 @@ use firesteel_compile::{
     CompileOptions, Compiled, CompiledManifest, PartEntry, PartRole, Progress, Split, compile,
 };
 use firesteel_ort::qnn::{Performance, SOCS, Soc};
+use firesteel_profile::VTCM_BYTES;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -30,8 +32,9 @@ pub(crate) struct Compile {
     #[arg(long, value_name = "NAME", help = soc_help())]
     soc: String,
     /// How fast and hungry the device is asked to be; for the host, the binary is the same
-    #[arg(long, value_enum, default_value_t = Perf::Burst)]
-    perf: Perf,
+    #[arg(long, value_name = "MODE", default_value = Performance::Burst.option(),
+          value_parser = one_of(&Performance::ALL, Performance::option))]
+    perf: Performance,
     /// The steps that the artifacts must be: decode, prefill-T
     #[arg(long, value_name = "NAME,NAME,…", value_delimiter = ',')]
     graphs: Option<Vec<String>>,
@@ -42,8 +45,9 @@ pub(crate) struct Compile {
     #[arg(long, value_name = "N|auto", value_parser = split, default_value = "auto")]
     split: Split,
     /// Rules of the audit that may be broken; the manifest says which
-    #[arg(long, value_enum, value_name = "RULE,…", value_delimiter = ',')]
-    allow: Vec<RuleName>,
+    #[arg(long, value_name = "RULE,…", value_delimiter = ',',
+          value_parser = one_of(ALLOWABLE, Rule::name))]
+    allow: Vec<Rule>,
     #[command(flatten)]
     ort: OrtArgs,
     /// Replace an existing compiled artifact
@@ -54,50 +58,27 @@ pub(crate) struct Compile {
     json: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Perf {
-    Default,
-    Burst,
-    SustainedHighPerformance,
-    HighPerformance,
-    Balanced,
-    PowerSaver,
-}
+/// A node on the CPU is in no binary, so there is nothing to let pass.
+const ALLOWABLE: &[Rule] = &[
+    Rule::Float,
+    Rule::Convert,
+    Rule::Operator,
+    Rule::Decomposed,
+    Rule::Weight,
+    Rule::Inserted,
+    Rule::Missing,
+    Rule::Target,
+];
 
-impl Perf {
-    fn performance(self) -> Performance {
-        match self {
-            Self::Default => Performance::Default,
-            Self::Burst => Performance::Burst,
-            Self::SustainedHighPerformance => Performance::SustainedHighPerformance,
-            Self::HighPerformance => Performance::HighPerformance,
-            Self::Balanced => Performance::Balanced,
-            Self::PowerSaver => Performance::PowerSaver,
-        }
-    }
-}
-
-/// A rule of the audit as an argument.
-#[derive(Debug, Clone, Copy)]
-struct RuleName(Rule);
-
-impl ValueEnum for RuleName {
-    fn value_variants<'a>() -> &'a [Self] {
-        const ALL: [RuleName; Rule::ALL.len()] = {
-            let mut all = [RuleName(Rule::Cpu); Rule::ALL.len()];
-            let mut i = 0;
-            while i < all.len() {
-                all[i] = RuleName(Rule::ALL[i]);
-                i += 1;
-            }
-            all
-        };
-        &ALL
-    }
-
-    fn to_possible_value(&self) -> Option<clap::builder::PossibleValue> {
-        Some(clap::builder::PossibleValue::new(self.0.name()))
-    }
+/// Accepts the name of one of `all`.
+fn one_of<T: Copy + Send + Sync>(
+    all: &'static [T],
+    name: fn(T) -> &'static str,
+) -> impl TypedValueParser<Value = T> {
+    let names = PossibleValuesParser::new(all.iter().map(|value| name(*value)));
+    names.try_map(move |text| {
+        all.iter().copied().find(|value| name(*value) == text).ok_or("is not accepted")
+    })
 }
 
 fn soc_help() -> String {
@@ -134,10 +115,10 @@ impl Compile {
         }
         let options = CompileOptions {
             soc,
-            performance: self.perf.performance(),
+            performance: self.perf,
             split: self.split,
             share_weights: self.share_weights,
-            allow: self.allow.iter().map(|name| name.0).collect(),
+            allow: self.allow.iter().copied().collect(),
             limits: self.ort.limits(),
             library: self.ort.ort.clone(),
             worker: worker_command()?,
@@ -207,6 +188,9 @@ pub(crate) fn print_compiled(compiled: &Compiled, printer: &mut Printer) -> anyh
         "by QNN SDK {}, ONNX Runtime {} with its QNN plugin {}",
         libraries.qnn_sdk, libraries.onnxruntime, libraries.onnxruntime_qnn
     ))?;
+    if !manifest.calibrated() {
+        printer.line("UNCALIBRATED: its numbers are wrong, only times mean something")?;
+    }
     for step in &manifest.steps {
         for part in &step.parts {
             print_part(part, printer)?;
@@ -265,6 +249,14 @@ fn print_part(part: &PartEntry, printer: &mut Printer) -> anyhow::Result<()> {
             mebibytes(total.vtcm_read),
             mebibytes(total.vtcm_write)
         ))?;
+        if let (Some(vtcm), Some(spilled)) = (schematic.vtcm_bytes, schematic.memory_values_bytes) {
+            printer.line(format!(
+                "  in use: {} of the {} of VTCM, {} of values between operators in memory",
+                mebibytes(vtcm),
+                mebibytes(VTCM_BYTES),
+                mebibytes(spilled)
+            ))?;
+        }
         let mut nodes: Vec<_> = schematic.nodes.iter().collect();
         nodes.sort_by_key(|node| std::cmp::Reverse(node.traffic.dram_read));
         let titles = ["  most read", "HTP ops", "DRAM read", "written", "VTCM read", "written"];

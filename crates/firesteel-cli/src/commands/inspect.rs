@@ -378,7 +378,11 @@ fn print_artifact(manifest: &Manifest, printer: &mut Printer) -> anyhow::Result<
             known.scheme,
             known.kv,
             known.bits_per_weight,
-            if known.calibrated { "calibrated" } else { "UNCALIBRATED: its numbers are wrong" }
+            match (known.calibrated, known.calibration_texts.is_empty()) {
+                (false, _) => "UNCALIBRATED: its numbers are wrong".to_owned(),
+                (true, true) => "calibrated on ids without a text".to_owned(),
+                (true, false) => format!("calibrated on {}", known.calibration_texts.join(", ")),
+            }
         ))?;
         for PortEncoding { name, encoding } in &known.ports {
             let Encoding { dtype, scale, zero_point } = encoding;

@@ -61,8 +61,9 @@ fn the_trained_model_is_placed_and_right_on_the_emulator() {
 
     let against = spark_tiny();
     let check = ["check", argument(&out), "--against", argument(&against), "--runner", "htp"];
-    let more = ["--steps", "24", "--greedy", "24", "--tie-margin", "0.05", "--min-snr", "45"];
-    let talk = firesteel(&[&check[..], &more, &["--record"]].concat());
+    let more = ["--steps", "24", "--tie-margin", "0.05", "--min-snr", "45", "--record"];
+    let greedy = ["--greedy", "64", "--min-greedy", "1"];
+    let talk = firesteel(&[&check[..], &more, &greedy].concat());
     let text = String::from_utf8(talk.stdout).unwrap();
     assert!(talk.status.success(), "{text}");
     for line in [
@@ -73,7 +74,7 @@ fn the_trained_model_is_placed_and_right_on_the_emulator() {
     ] {
         assert!(text.lines().any(|found| found.starts_with(line)), "{line}: {text}");
     }
-    assert!(String::from_utf8(talk.stderr).unwrap().contains("emulating 64 steps takes about"));
+    assert!(String::from_utf8(talk.stderr).unwrap().contains("emulating 104 steps takes about"));
 
     let shown = stdout(&["inspect", "--verify", argument(&out)]);
     for part in ["compiled for sm8750 (number 69, v79)", "measured on the emulator, 24 tokens"] {
@@ -90,10 +91,10 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
     let (ranges, artifact, out) = (at("ranges.json"), at("artifact"), at("compiled"));
     let (tiny, text) = (spark_tiny(), golden_path("spark-tiny/calibration.txt"));
     let tiny = argument(&tiny);
-    let text = ["calibrate", tiny, "--text", argument(&text), "--samples", "6"];
-    stdout(&[&text[..], &["--tokens", "96", "--out", argument(&ranges)]].concat());
+    let text = ["calibrate", tiny, "--text", argument(&text), "--samples", "8"];
+    stdout(&[&text[..], &["--out", argument(&ranges)]].concat());
     let quantize = ["quantize", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
-    stdout(&[&quantize[..], &["--context", "64", "--out", argument(&artifact)]].concat());
+    stdout(&[&quantize[..], &["--context", "128", "--out", argument(&artifact)]].concat());
     let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
     let audit = &manifest["steps"][0]["parts"][0]["audit"];
     assert_eq!(audit["findings"], json!([]));
@@ -101,25 +102,111 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
     assert_eq!(audit["qnn_ops"]["RmsNorm"], 9);
     assert_eq!(audit["qnn_ops"]["Gelu"], 4);
 
-    let check = |path: &Path| {
-        let report = firesteel(&[
-            "check",
-            argument(path),
-            "--against",
-            tiny,
-            "--steps",
-            "16",
-            "--greedy",
-            "0",
-            "--min-snr",
-            "30",
-            "--json",
-        ]);
+    let check = |path: &Path, more: &[&str]| {
+        let fixed = ["check", argument(path), "--against", tiny, "--min-snr", "36", "--json"];
+        let report = firesteel(&[&fixed[..], more].concat());
         let report = parsed(&String::from_utf8(report.stdout).unwrap());
+        assert_eq!(report["passed"], true, "{report}");
         report["output"]["db"].as_f64().unwrap()
     };
-    let (evaluator, emulator) = (check(&artifact), check(&out));
-    assert!(emulator > 34.0 && (evaluator - emulator).abs() < 2.0, "{emulator} {evaluator}");
+    let greedy = ["--greedy", "64", "--min-greedy", "1", "--tie-margin", "0.05"];
+    for path in [&artifact, &out] {
+        check(path, &[&["--steps", "64"][..], &greedy].concat());
+    }
+    let short = ["--steps", "16", "--greedy", "0"];
+    let (evaluator, emulator) = (check(&artifact, &short), check(&out, &short));
+    assert!((evaluator - emulator).abs() < 2.0, "{emulator} {evaluator}");
+
+    // What crosses from part to part are the integers themselves.
+    let parts = at("parts");
+    stdout(&compile(&artifact, &parts, &["--split", "2"]));
+    let cut = check(&parts, &short);
+    assert!((cut - emulator).abs() < 0.5, "{cut} {emulator}");
+}
+
+/// Ranges of the trained model's first layer.
+fn layer_ranges(out: &Path) {
+    let (tiny, text) = (spark_tiny(), golden_path("spark-tiny/calibration.txt"));
+    let command = ["calibrate", argument(&tiny), "--text", argument(&text), "--samples", "2"];
+    let options = ["--tokens", "64", "--layers", "0:1", "--out", argument(out)];
+    stdout(&[&command[..], &options].concat());
+}
+
+#[test]
+fn steps_whose_caches_do_not_fit_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (tiny, ranges, other, out) = (spark_tiny(), at("ranges"), at("other"), at("out"));
+    let (tiny, ranges, other, out) =
+        (argument(&tiny), argument(&ranges), argument(&other), argument(&out));
+    layer_ranges(Path::new(ranges));
+    let text = std::fs::read_to_string(ranges).unwrap();
+    std::fs::write(other, text.replace("\"tool_version\": \"", "\"tool_version\": \"0.")).unwrap();
+    let quantize = |name: &str, more: &[&str]| {
+        let path = at(name);
+        let fixed = ["quantize", tiny, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
+        let context = ["--context", "64", "--out", argument(&path)];
+        stdout(&[&fixed[..], &context, more].concat());
+        path
+    };
+    let decode = quantize("decode", &["--ranges", ranges]);
+    let mut cases = vec![
+        (quantize("kv", &["--ranges", ranges, "--tokens", "8", "--kv", "u8"]), "format of keys"),
+        (quantize("ranges8", &["--ranges", other, "--tokens", "8"]), "the hash of the ranges"),
+        (
+            quantize("roll", &["--ranges", ranges, "--tokens", "8", "--cache-layout", "roll"]),
+            "the layouts of the caches",
+        ),
+    ];
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    export_to(
+        &checkpoint,
+        ExportOptions { tokens: 8, context: 64, ..slice(&checkpoint) },
+        &at("half"),
+    );
+    cases.push((at("half"), "the precision"));
+    for (prefill, part) in &cases {
+        let command = ["compile", argument(&decode), argument(prefill), "--soc", "sm8750"];
+        let talk = refusal(&[&command[..], &["--out", out]].concat());
+        assert!(talk.contains(part) && talk.contains("do not fit"), "{part}: {talk}");
+    }
+    // Nothing is compiled before it is clear that it can be shared.
+    let talk = refusal(&compile(&decode, Path::new(out), &["--share-weights"]));
+    assert!(talk.contains("two steps") && !talk.contains("compiling"), "{talk}");
+}
+
+#[test]
+fn what_is_kept_in_floats_and_what_is_made_up_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (tiny, ranges) = (spark_tiny(), at("ranges"));
+    let (tiny, ranges) = (argument(&tiny), argument(&ranges));
+    layer_ranges(Path::new(ranges));
+    let (kept, made_up) = (at("kept"), at("made-up"));
+    let fixed = ["quantize", tiny, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
+    let options = ["--context", "64", "--ranges", ranges, "--keep", "*down_proj*=fp16", "--out"];
+    stdout(&[&fixed[..], &options, &[argument(&kept)]].concat());
+    let out = at("compiled");
+    let manifest = parsed(&stdout(&compile(&kept, &out, &["--json"])));
+    let part = &manifest["steps"][0]["parts"][0];
+    assert_eq!(part["audit"]["findings"], json!([]));
+    assert_eq!(part["audit"]["weights"]["f16"]["tensors"], 1);
+    assert_eq!(manifest["settings"]["soc_model"], "69");
+    let check = ["check", argument(&out), "--against", tiny, "--steps", "8"];
+    stdout(&[&check[..], &["--min-snr", "36"]].concat());
+
+    let options = ["--context", "65", "--uncalibrated", "--out", argument(&made_up)];
+    stdout(&[&fixed[..], &options].concat());
+    let out = at("uncalibrated");
+    let shown = stdout(&compile(&made_up, &out, &[]));
+    assert!(shown.contains("UNCALIBRATED: its numbers are wrong"), "{shown}");
+    let found = names(&out);
+    for name in ["decode-uncalibrated.onnx", "decode-uncalibrated_qnn.bin"] {
+        assert!(found.iter().any(|found| found == name), "{found:?}");
+    }
+    let check = ["check", argument(&out), "--against", tiny, "--steps", "1", "--min-snr", "-99"];
+    let talk = String::from_utf8(firesteel(&check).stderr).unwrap();
+    assert!(talk.contains("the compiled artifact is uncalibrated"), "{talk}");
 }
 
 #[test]
@@ -162,7 +249,7 @@ fn parts_and_shared_weights() {
         .map(|step| step["parts"][0]["binary_bytes"].as_u64().unwrap())
         .collect();
     let together = manifest["shared"]["bytes"].as_u64().unwrap();
-    assert!(together * 4 < 5 * alone.iter().max().unwrap(), "{together} against {alone:?}");
+    assert!(together * 100 < 115 * alone[0], "{together} against {alone:?}");
     let text = stdout(&[
         "check",
         argument(&shared),
@@ -475,7 +562,7 @@ fn options_are_refused_before_anything_starts() {
     let (half, wide, out, mine) =
         (argument(&half), argument(&wide), argument(&out), argument(&mine));
     let tiny = spark_tiny();
-    let cases: [(&[&str], &[&str]); 9] = [
+    let cases: [(&[&str], &[&str]); 10] = [
         (
             &["compile", half, "--soc", "sm9999", "--out", out],
             &["soc sm9999 is not known", "sm8750 (number 69, v79, Snapdragon 8 Elite"],
@@ -488,6 +575,7 @@ fn options_are_refused_before_anything_starts() {
         ),
         (&["compile", half, "--soc", "sm8750", "--out", out, "--perf", "fast"], &["burst"]),
         (&["compile", half, "--soc", "sm8750", "--out", out, "--allow", "all"], &["float"]),
+        (&["compile", half, "--soc", "sm8750", "--out", out, "--allow", "cpu"], &["float"]),
         (&["compile", half, "--soc", "sm8750", "--out", out, "--share-weights"], &["two steps"]),
         (
             &["compile", half, "--soc", "sm8750", "--out", mine, "--force"],
@@ -533,6 +621,11 @@ fn a_damaged_compiled_artifact_is_refused() {
         ("/steps/0/parts/0/binary", json!("other.bin"), "is not among the files"),
         ("/steps/0/parts", json!([]), "0 of 1 layers"),
         ("/files/0/bytes", json!(1), "the manifest has 1"),
+        (
+            "/steps/0/source/embedding",
+            json!({"kind": "file", "file": "../config.json", "dtype": "f16", "shape": [256, 256]}),
+            "\"../config.json\" is not among the files",
+        ),
     ] {
         let talk = show(&changed(pointer, value));
         assert!(talk.contains(part), "{pointer}: {talk}");

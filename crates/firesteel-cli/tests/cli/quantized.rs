@@ -79,6 +79,44 @@ fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
 }
 
 #[test]
+fn every_observer_gives_ranges_that_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = spark_tiny();
+    let read =
+        |file: &Path| -> Value { serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap() };
+    // 8-bit activations, where a range that is too wide or too narrow costs most.
+    let decibels = |ranges: &Path, name: &str| {
+        let out = folder.path().join(name);
+        let command =
+            ["quantize", argument(&tiny), "--ranges", argument(ranges), "--scheme", "w8a8"];
+        stdout(&[&command[..], &["--context", "128", "--out", argument(&out)]].concat());
+        let command = ["check", argument(&out), "--against", argument(&tiny), "--text", HELD_OUT];
+        let report = json(&[&command[..], &["--runner", "ort", "--tokens", "256"]].concat());
+        number(&report, "/text/logits/db")
+    };
+    let least = decibels(ranges(), "minmax");
+    let known = read(ranges());
+    for observer in ["percentile", "mse"] {
+        let file = folder.path().join(format!("{observer}.json"));
+        let command = ["calibrate", argument(&tiny), "--text", CALIBRATION, "--samples", "8"];
+        let options = ["--observer", observer, "--out", argument(&file)];
+        stdout(&[&command[..], &options].concat());
+        let other = read(&file);
+        assert_eq!(other["observer"], observer);
+        let mut narrower = 0;
+        for (name, range) in other["tensors"].as_object().unwrap() {
+            let width = |of: &Value| number(of, "/range8/1") - number(of, "/range8/0");
+            let (own, full) = (width(range), width(&known["tensors"][name]));
+            assert!(own > 0.0 && own <= full, "{observer} {name}: {own} {full}");
+            narrower += usize::from(own < full);
+        }
+        assert!(narrower > 20, "{observer}: {narrower}");
+        let found = decibels(&file, observer);
+        assert!(found > least, "{observer}: {found} {least}");
+    }
+}
+
+#[test]
 fn the_evaluator_gives_what_onnx_runtime_gives_on_every_kind_of_graph() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = Arc::new(Checkpoint::open(&spark_tiny()).unwrap());
@@ -190,6 +228,30 @@ fn mixed_widths_keep_their_budget_and_are_listed() {
 }
 
 #[test]
+fn a_budget_of_decibels_is_measured_until_it_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut raised = Vec::new();
+    for (asked, name) in [("22", "low"), ("27", "high")] {
+        let out = folder.path().join(name);
+        let options = ["--scheme", "mixed", "--budget-db", asked, "--context", "96"];
+        let text = ["--text", CALIBRATION, "--text-tokens", "512"];
+        let report = quantize(&out, &[&options[..], &text].concat());
+        let measured = number(&report, "/measured_db");
+        assert!(measured >= asked.parse().unwrap(), "{report}");
+        assert!((number(&report, "/predicted_db") - measured).abs() < 4.0, "{report}");
+        raised.push(report["raised"].as_array().unwrap().len());
+    }
+    assert!(raised[0] < raised[1] && raised[1] < 21, "{raised:?}");
+    let (tiny, out) = (spark_tiny(), folder.path().join("none"));
+    let command = ["quantize", argument(&tiny), "--ranges", argument(ranges()), "--scheme"];
+    let options = ["mixed", "--text", CALIBRATION, "--text-tokens", "96", "--quick"];
+    let talk = refusal(
+        &[&command[..], &options, &["--budget-db", "90", "--out", argument(&out)]].concat(),
+    );
+    assert!(talk.contains("90 dB cannot be met: with 8 bits everywhere it is"), "{talk}");
+}
+
+#[test]
 fn integers_are_taken_over_by_another_step() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
@@ -263,6 +325,7 @@ fn what_cannot_be_quantized_is_refused() {
     std::fs::write(&partial, text.replace("\"layers.2.mlp.up\"", "\"other\"")).unwrap();
     let [broken, partial] = [argument(&broken), argument(&partial)];
     let w8 = ["--scheme", "w8a16"];
+    let short = ["--check-tokens", "32", "--tokens", "64"];
     let cases: Vec<(Vec<&str>, &str)> = vec![
         (vec![tiny, "--scheme", "w8a16"], "needs the ranges of the activations: give --ranges"),
         (vec![tiny], "--format <FORMAT>"),
@@ -284,6 +347,20 @@ fn what_cannot_be_quantized_is_refused() {
             "--keep *nothing*: no matrix has such a name; some are model.layers.0",
         ),
         ([&[tiny, "--keep", "a=w3"][..], &w8].concat(), "\"w3\" is no width"),
+        (
+            [&[tiny, "--ranges", known, "--check-text", CALIBRATION][..], &w8].concat(),
+            "the model was calibrated with this text",
+        ),
+        (
+            [&[tiny, "--ranges", known, "--check-text", HELD_OUT][..], &w8, &short].concat(),
+            "32 tokens are less than a step of 64",
+        ),
+        (
+            [&[tiny, "--ranges", known, "--gelu", "tanh"][..], &w8].concat(),
+            "another form of --gelu",
+        ),
+        (vec![tiny, "--format", "q8_0", "--quick"], "--quick goes with --scheme"),
+        ([&[tiny, "--ranges", known, "--spread", "2000000"][..], &w8].concat(), "are too many"),
         (
             [&[argument(&portable), "--ranges", known][..], &w8].concat(),
             "in the portable dialect; one in f32 in the qnn dialect is quantized",

@@ -64,6 +64,10 @@ pub(crate) struct Worker {
     action: &'static str,
     usage: Usage,
     started: Instant,
+    /// Time that it had nothing to do.
+    idle: Duration,
+    /// Since when it has nothing to do.
+    waiting: Option<Instant>,
 }
 
 impl Worker {
@@ -100,12 +104,30 @@ impl Worker {
             log: String::new(),
         })?;
         let (usage, started) = (Usage::default(), Instant::now());
-        Ok(Self { child, folder: folder.to_owned(), model, action, usage, started })
+        let (idle, waiting) = (Duration::ZERO, None);
+        let folder = folder.to_owned();
+        Ok(Self { child, folder, model, action, usage, started, idle, waiting })
+    }
+
+    /// From now on until [`Worker::busy`] its time does not count.
+    pub(crate) fn wait(&mut self) {
+        self.waiting.get_or_insert_with(Instant::now);
+    }
+
+    /// It has something to do.
+    pub(crate) fn busy(&mut self) {
+        self.idle += self.waiting.take().map_or(Duration::ZERO, |since| since.elapsed());
+    }
+
+    /// Time that it has worked.
+    fn worked(&self) -> Duration {
+        let waiting = self.waiting.map_or(Duration::ZERO, |since| since.elapsed());
+        self.started.elapsed().saturating_sub(self.idle + waiting)
     }
 
     /// What the child has used until now.
     pub(crate) fn usage(&mut self) -> Usage {
-        self.usage.time = self.started.elapsed();
+        self.usage.time = self.worked();
         // The file is gone when the child is; then the last figure stays.
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
         if let Some(peak) = status.ok().and_then(|status| kibibytes(&status, "VmHWM:")) {
@@ -145,7 +167,7 @@ impl Worker {
     ) -> Result<Usage, OrtError> {
         loop {
             if let Some(status) = self.child.try_wait()? {
-                self.usage.time = self.started.elapsed();
+                self.usage.time = self.worked();
                 if status.success() {
                     return Ok(self.usage);
                 }

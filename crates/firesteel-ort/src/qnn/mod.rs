@@ -20,4 +20,4 @@ pub use diagnosis::{Diagnosis, diagnose};
 pub use library::{QnnLibrary, find_qnn};
 pub use runner::{HtpModel, HtpOptions};
 pub use soc::{Performance, SOCS, Soc};
-pub use worker::serve;
+pub use worker::{compile_settings, serve};

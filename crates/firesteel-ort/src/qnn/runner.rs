@@ -3,7 +3,7 @@ use super::find_qnn;
 use super::soc::Performance;
 use super::worker::{Job, Libraries, Place, Ports, RunJob, read_frame, views, write_frame};
 use crate::session::{Port, TensorModel, check_inputs};
-use crate::{ONNX_RUNTIME_VERSION, OrtError, QNN_SDK_VERSION, QNN_VERSION, find_library};
+use crate::{OrtError, QNN_SDK_VERSION, QNN_VERSION, find_library, library_version};
 use firesteel_tensor::{Buffer, Tensor, TensorView};
 use fs_err as fs;
 use std::io;
@@ -20,7 +20,7 @@ pub struct HtpOptions {
     pub library: Option<PathBuf>,
     /// The program that does the work.
     pub worker: WorkerCommand,
-    /// What it may use; the time is that of all steps together.
+    /// What each child process may use; the time is that of all its steps together.
     pub limits: Limits,
 }
 
@@ -56,6 +56,7 @@ impl HtpModel {
     /// When a library is missing, the context is refused, or the child fails or is beyond a limit.
     pub fn open(context: &Path, options: &HtpOptions) -> Result<Self, OrtError> {
         let runtime = find_library(options.library.as_deref())?;
+        let version = library_version(&runtime);
         let libraries = Libraries::new(runtime, &find_qnn()?);
         let context = fs::canonicalize(context)?;
         let folder = TempDir::new()?;
@@ -79,7 +80,7 @@ impl HtpModel {
         })?;
         let empty = Ports { inputs: Vec::new(), outputs: Vec::new() };
         let settings = [
-            ("onnxruntime", ONNX_RUNTIME_VERSION),
+            ("onnxruntime", version.as_deref().unwrap_or("of an unknown version")),
             ("onnxruntime-qnn", QNN_VERSION),
             ("QNN SDK", QNN_SDK_VERSION),
             ("device", "HTP emulator"),
@@ -108,7 +109,11 @@ impl HtpModel {
     fn answer(&mut self) -> Result<Vec<u8>, OrtError> {
         loop {
             match self.answers.recv_timeout(INTERVAL) {
-                Ok(Ok(Some(Ok(bytes)))) => return Ok(bytes),
+                Ok(Ok(Some(Ok(bytes)))) => {
+                    // Until the next request others work.
+                    self.worker.wait();
+                    return Ok(bytes);
+                }
                 Ok(Ok(Some(Err(message)))) => {
                     return Err(self.worker.failure(format!("failed: {message}")));
                 }
@@ -143,6 +148,7 @@ impl HtpModel {
     /// fails or is beyond a limit.
     pub fn run(&mut self, inputs: &[(&str, TensorView<'_>)]) -> Result<Vec<Tensor>, OrtError> {
         check_inputs(&self.name, &self.ports.inputs, inputs)?;
+        self.worker.busy();
         let started = Instant::now();
         let mut bytes = Vec::new();
         for port in &self.ports.inputs {

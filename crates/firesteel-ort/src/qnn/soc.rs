@@ -79,6 +79,16 @@ pub enum Performance {
 }
 
 impl Performance {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Default,
+        Self::Burst,
+        Self::SustainedHighPerformance,
+        Self::HighPerformance,
+        Self::Balanced,
+        Self::PowerSaver,
+    ];
+
     /// The provider's word for it, for its option `htp_performance_mode`.
     pub const fn option(self) -> &'static str {
         match self {

@@ -179,24 +179,34 @@ fn builder(
     Ok(if cpu_nodes { builder } else { builder.with_disable_cpu_fallback()? })
 }
 
+/// The provider's options on which a context depends, with their values for the chip `soc` of
+/// architecture `arch`.
+pub fn compile_settings(
+    soc: u32,
+    arch: u32,
+    performance: Performance,
+) -> [(&'static str, String); 4] {
+    [
+        ("soc_model", soc.to_string()),
+        ("htp_arch", arch.to_string()),
+        ("htp_performance_mode", performance.option().to_owned()),
+        // The border's conversions belong to the graph.
+        ("offload_graph_io_quantization", "0".to_owned()),
+    ]
+}
+
 fn compile(job: &CompileJob) -> Result<(), OrtError> {
     let library = libraries(&job.libraries)?;
     let backend = job.libraries.backend.to_string_lossy();
-    let (soc, arch) = (job.soc.to_string(), job.arch.to_string());
+    let settings = compile_settings(job.soc, job.arch, job.performance);
     let account = [
         ("dump_json_qnn_graph", "1"),
         ("json_qnn_graph_dir", "."),
         ("profiling_level", "optrace"),
         ("profiling_file_path", "profile.csv"),
     ];
-    let mut options = vec![
-        ("backend_path", &*backend),
-        ("soc_model", &*soc),
-        ("htp_arch", &*arch),
-        ("htp_performance_mode", job.performance.option()),
-        // The border's conversions belong to the graph.
-        ("offload_graph_io_quantization", "0"),
-    ];
+    let mut options = vec![("backend_path", &*backend)];
+    options.extend(settings.iter().map(|(key, value)| (*key, value.as_str())));
     if job.account {
         options.extend(account);
     }

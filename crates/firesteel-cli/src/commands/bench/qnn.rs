@@ -288,6 +288,7 @@ fn integers(
         scheme: scheme.to_string(),
         kv: kv.to_string(),
         calibrated: false,
+        calibration_texts: Vec::new(),
         ranges_sha256: None,
         ports: quantized.ports.clone(),
         weights: quantized.weights.clone(),

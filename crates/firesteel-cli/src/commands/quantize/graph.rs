@@ -56,26 +56,28 @@ pub(crate) struct GraphArgs {
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "scheme")]
     text: Vec<PathBuf>,
     /// N ids all over the vocabulary instead of --text, for models without a tokenizer
-    #[arg(long, value_name = "N", requires = "scheme", conflicts_with = "text")]
+    #[arg(long, value_name = "N", requires = "scheme", conflicts_with_all = ["text", "text_tokens"])]
     spread: Option<usize>,
     /// Take the integers of a quantized artifact of the same model and ranges, such as another step
-    #[arg(long, value_name = "ARTIFACT", requires = "ranges", conflicts_with_all = ["text", "spread"])]
+    #[arg(long, value_name = "ARTIFACT", requires = "ranges",
+          conflicts_with_all = ["text", "spread", "quick", "bits", "budget_db"])]
     weights: Option<PathBuf>,
-    /// Most tokens of --text
-    #[arg(long, value_name = "N", default_value_t = 8192, requires = "scheme")]
-    text_tokens: usize,
+    /// Most tokens of --text [default: 8192]
+    #[arg(long, value_name = "N", requires = "text")]
+    text_tokens: Option<usize>,
     /// Round each matrix by itself, and estimate the noise of each for mixed: for large models
     #[arg(long, requires = "scheme")]
     quick: bool,
-    /// Signal to noise of the output in dB that 8-bit matrices of --scheme mixed must reach
+    /// Signal to noise of the output in dB that --scheme mixed must reach with as few 8-bit matrices
+    /// as possible, all else in floats
     #[arg(long, value_name = "DB", requires = "scheme", conflicts_with = "bits")]
     budget_db: Option<f64>,
-    /// Text on which every value is compared with the one in floats
+    /// Text on which every value is compared with the one in floats; not one of the calibration
     #[arg(long, value_name = "FILE", requires = "scheme")]
     check_text: Option<PathBuf>,
-    /// Most tokens of --check-text
-    #[arg(long, value_name = "N", default_value_t = 128, requires = "scheme")]
-    check_tokens: usize,
+    /// Most tokens of --check-text [default: 128]
+    #[arg(long, value_name = "N", requires = "check_text")]
+    check_tokens: Option<usize>,
     /// Also write the embedding table as a raw file for hosts
     #[arg(long, requires = "scheme")]
     embedding: bool,
@@ -164,6 +166,7 @@ impl GraphArgs {
             ("--text", !self.text.is_empty()),
             ("--spread", self.spread.is_some()),
             ("--weights", self.weights.is_some()),
+            ("--quick", self.quick),
             ("--budget-db", self.budget_db.is_some()),
             ("--check-text", self.check_text.is_some()),
             ("--embedding", self.embedding),
@@ -185,6 +188,10 @@ pub(crate) struct GraphRequest<'a> {
     pub(crate) json: bool,
 }
 
+/// Tokens of --text and --check-text, unless said otherwise.
+const TEXT_TOKENS: usize = 8192;
+const CHECK_TOKENS: usize = 128;
+
 /// Tokens of a sequence that --text is cut into.
 const SEQUENCE: usize = 512;
 
@@ -202,6 +209,8 @@ struct Report {
     scheme: String,
     kv: String,
     calibrated: bool,
+    /// Texts that the ranges come from; none when they come from ids from nowhere.
+    calibration_texts: Vec<String>,
     bits_per_weight: f64,
     /// Matrices by element type.
     matrices: BTreeMap<String, usize>,
@@ -209,9 +218,13 @@ struct Report {
     rounding_tokens: usize,
     /// Matrices that have 8 bits because of --bits or --budget-db.
     raised: Vec<String>,
+    /// Signal to noise of the output that the widths of --scheme mixed were expected to have, in dB.
+    predicted_db: Option<f64>,
+    /// The one that the model has with them, all else in floats, where that was measured.
+    measured_db: Option<f64>,
     /// Tokens that were compared; 0 without --check-text.
     compared_tokens: usize,
-    /// Residual stream after each layer against that in floats.
+    /// Residual stream after each layer against that in floats, worst first.
     layers: Vec<ValueReport>,
     /// Every value that was compared, worst first.
     values: Vec<ValueReport>,
@@ -243,9 +256,24 @@ impl GraphRequest<'_> {
         if let Some(ranges) = &ranges {
             same_model(ranges, source)?;
         }
+        if let Some(text) = &args.check_text {
+            self.held_out(text, ranges.as_ref())?;
+        }
         let config = source.config()?;
         let rounded = self.round(scheme, ranges.as_ref(), source, printer)?;
         let (step, export) = self.step(source, rounded.model.as_deref(), printer)?;
+        if let Some(ranges) = &ranges {
+            if ranges.gelu != export.gelu {
+                bail!("the ranges were learned with another form of --gelu; calibrate with that");
+            }
+            if ranges.sequence < export.context as u64 {
+                printer.warn(&format!(
+                    "a context of {} holds more than the ranges have seen, sequences of {}; \
+                     calibrate with more --tokens",
+                    export.context, ranges.sequence
+                ));
+            }
+        }
         let width = |name: &str| {
             args.kept(name)
                 .or_else(|| rounded.raised.contains(whole_name(name)).then_some(WeightWidth::Eight))
@@ -291,20 +319,32 @@ impl GraphRequest<'_> {
         for weight in &quantized.weights {
             *matrices.entry(weight.dtype.to_string()).or_insert(0) += 1;
         }
-        if let Some(most) = self.bits.filter(|most| quantized.bits_per_weight > most + 0.005) {
-            bail!(
-                "--bits {most}: what --keep asks for takes {:.3} bits a weight",
-                quantized.bits_per_weight
-            );
+        // The bits are those of the whole model, of which a slice may have the larger part.
+        let whole = export.layers == (0..config.num_layers()) && !args.step.no_lm_head;
+        let beyond = |most: &f64| whole && quantized.bits_per_weight > most + 0.005;
+        if let Some(most) = self.bits.filter(beyond) {
+            let why = if args.keep.is_empty() { "the model" } else { "the model with its --keep" };
+            bail!("--bits {most}: {why} takes {:.3} bits a weight", quantized.bits_per_weight);
         }
+        let raised = rounded
+            .raised
+            .iter()
+            .filter(|name| plan.iter().any(|matrix| whole_name(&matrix.name) == name.as_str()));
         let mut report = Report {
             scheme: scheme.to_string(),
             kv: kv.to_string(),
             calibrated: ranges.is_some(),
+            calibration_texts: ranges
+                .iter()
+                .flat_map(|r| &r.texts)
+                .map(|t| t.name.clone())
+                .collect(),
             bits_per_weight: quantized.bits_per_weight,
             matrices,
             rounding_tokens: rounded.tokens,
-            raised: rounded.raised.iter().cloned().collect(),
+            raised: raised.cloned().collect(),
+            predicted_db: rounded.predicted_db,
+            measured_db: rounded.measured_db,
             compared_tokens: 0,
             layers: Vec::new(),
             values: Vec::new(),
@@ -340,6 +380,7 @@ impl GraphRequest<'_> {
         let budget = match (scheme, self.bits, args.budget_db) {
             (Scheme::Mixed, Some(bits), _) => Some(Budget::Bits(bits)),
             (Scheme::Mixed, None, Some(decibels)) => Some(Budget::Decibels(decibels)),
+            (Scheme::Mixed, None, None) if args.weights.is_some() => None,
             (Scheme::Mixed, None, None) => bail!("--scheme mixed needs --bits or --budget-db"),
             (_, None, None) => None,
             _ => bail!("--bits and --budget-db go with --scheme mixed, not with {scheme}"),
@@ -417,7 +458,13 @@ impl GraphRequest<'_> {
             measured_tokens: if args.quick { 0 } else { MEASURED },
             follow: !args.quick,
         };
-        let known = quantize_model(&model, &ids, &options, &mut progress)?;
+        let known = quantize_model(&model, &ids, &options, &mut progress);
+        let known = known.with_context(|| match budget {
+            Budget::Bits(bits) => format!("--bits {bits}, of which the gates take 16 for theirs"),
+            Budget::Decibels(decibels) => format!("--budget-db {decibels}"),
+        })?;
+        rounded.predicted_db = Some(known.plan.decibels);
+        rounded.measured_db = known.measured;
         let raised = known.plan.widths.iter().filter(|(_, bits)| **bits == WeightBits::Eight);
         rounded.raised = raised.map(|(name, _)| name.clone()).collect();
         rounded.matrices = known.matrices;
@@ -428,7 +475,7 @@ impl GraphRequest<'_> {
     fn ids(&self, source: &Source, vocabulary: usize) -> anyhow::Result<Vec<u32>> {
         let args = self.args;
         if let Some(count) = args.spread {
-            return Ok(spread_ids(Spread::Calibration, count.min(args.text_tokens), vocabulary));
+            return spread_ids(Spread::Calibration, count, vocabulary);
         }
         let tokenizer = source.tokenizer()?;
         let tokenizer = tokenizer.context("--text needs the model's tokenizer; see --spread")?;
@@ -436,7 +483,7 @@ impl GraphRequest<'_> {
         for file in &args.text {
             ids.extend(tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?);
         }
-        ids.truncate(args.text_tokens);
+        ids.truncate(args.text_tokens.unwrap_or(TEXT_TOKENS));
         Ok(ids)
     }
 
@@ -518,6 +565,28 @@ impl GraphRequest<'_> {
         Ok((graphs, options))
     }
 
+    /// Refuses a text that the ranges or the weights were learned from.
+    fn held_out(&self, text: &Path, ranges: Option<&Ranges>) -> anyhow::Result<()> {
+        let hash = |file: &Path| anyhow::Ok(sha256(&fs_err::read(file)?));
+        let own = hash(text)?;
+        let mut known: Vec<String> = ranges
+            .iter()
+            .flat_map(|ranges| &ranges.texts)
+            .map(|text| text.sha256.clone())
+            .collect();
+        for file in &self.args.text {
+            known.push(hash(file)?);
+        }
+        if known.contains(&own) {
+            bail!(
+                "--check-text {}: the model was calibrated with this text; give one that it has not \
+                 seen",
+                text.display()
+            );
+        }
+        Ok(())
+    }
+
     /// Fills the report from a text.
     fn compare(
         &self,
@@ -529,7 +598,16 @@ impl GraphRequest<'_> {
     ) -> anyhow::Result<()> {
         let tokenizer = source.tokenizer()?.context("--check-text needs the model's tokenizer")?;
         let mut ids = tokenizer.encode(&read_text(file)?, AddedTokens::AsText)?;
-        ids.truncate(self.args.check_tokens.min(step.spec.context));
+        let most = self.args.check_tokens.unwrap_or(CHECK_TOKENS);
+        ids.truncate(most.min(step.spec.context));
+        if ids.len() < step.spec.tokens {
+            bail!(
+                "--check-text: {} tokens are less than a step of {}; give a longer text or more \
+                 --check-tokens",
+                ids.len(),
+                step.spec.tokens
+            );
+        }
         let embedding = source.embedding()?.context(
             "--check-text needs the embedding table, which the artifact has not; quantize its \
              checkpoint",
@@ -546,10 +624,9 @@ impl GraphRequest<'_> {
             snr: meter.snr(),
         };
         report.values = meters.iter().map(value).collect();
-        let decibels = |value: &ValueReport| value.snr.db.unwrap_or(f64::INFINITY);
-        report.values.sort_by(|a, b| decibels(a).total_cmp(&decibels(b)));
-        let of = |name: &String| report.values.iter().find(|value| value.name == *name).cloned();
-        report.layers = step.layer_hidden.iter().filter_map(of).collect();
+        report.values.sort_by(|a, b| a.snr.order().total_cmp(&b.snr.order()));
+        let layers = report.values.iter().filter(|value| step.layer_hidden.contains(&value.name));
+        report.layers = layers.cloned().collect();
         Ok(())
     }
 
@@ -580,6 +657,7 @@ impl GraphRequest<'_> {
             scheme: report.scheme.clone(),
             kv: report.kv.clone(),
             calibrated: report.calibrated,
+            calibration_texts: report.calibration_texts.clone(),
             ranges_sha256,
             ports: quantized.ports.clone(),
             weights: quantized.weights.clone(),
@@ -609,6 +687,9 @@ struct Rounded {
     raised: BTreeSet<String>,
     /// Tokens of the text.
     tokens: usize,
+    /// Signal to noise of mixed widths in dB, as it was expected and as it is.
+    predicted_db: Option<f64>,
+    measured_db: Option<f64>,
 }
 
 /// The name of the matrix of which `name` may be a part in a graph of its own.
@@ -692,7 +773,11 @@ fn print(report: &Report, artifact: &Artifact, printer: &mut Printer) -> anyhow:
         artifact.folder().display(),
         report.scheme,
         report.kv,
-        if report.calibrated { "" } else { ", UNCALIBRATED" },
+        match (report.calibrated, report.calibration_texts.is_empty()) {
+            (false, _) => ", UNCALIBRATED",
+            (true, true) => ", calibrated on ids without a text",
+            (true, false) => "",
+        },
         mebibytes(bytes),
         report.bits_per_weight,
     ))?;
@@ -703,6 +788,12 @@ fn print(report: &Report, artifact: &Artifact, printer: &mut Printer) -> anyhow:
     }
     for name in &report.raised {
         printer.line(format!("8 bits: {name}"))?;
+    }
+    if let Some(predicted) = report.predicted_db {
+        let measured = report.measured_db.map_or("not measured".into(), |db| format!("{db:.1} dB"));
+        printer.line(format!(
+            "output with these widths: {predicted:.1} dB expected, {measured}, all else in floats"
+        ))?;
     }
     if report.compared_tokens == 0 {
         return Ok(());
