@@ -1444,6 +1444,15 @@ fn refusals() {
         (run(&["bench", "kernels", "--shape", "1,2"]), "--shape takes M,K,N"),
         (run(&["bench", "kernels", "--heads", "8,0,64"]), "--heads takes H,KV,D"),
         (
+            run(&["bench", "kernels", "--heads", "8,3,256"]),
+            "--heads: attention of 8 heads over 3 key/value heads of 256: heads must be",
+        ),
+        (run(&["bench", "kernels", "--threads", "0"]), "--threads 0: 1 or more is accepted"),
+        (
+            run(&["bench", "decode", SPARK_TINY, "--threads", "0"]),
+            "--threads 0: 1 or more is accepted",
+        ),
+        (
             run(&["bench", "kernels", "--entries", "99999999"]),
             "--entries 99999999: caches of up to 2^28 elements",
         ),
