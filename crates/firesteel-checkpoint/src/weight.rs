@@ -175,6 +175,15 @@ impl Weight {
         }
     }
 
+    /// The stored bytes part by part, each with its format; `None` for a weight whose elements are
+    /// made when they are read.
+    pub fn stored_parts(&self) -> Option<impl Iterator<Item = (WeightFormat, &SharedBytes)>> {
+        match &self.source {
+            Source::Mapped(pieces) => Some(pieces.iter().map(|piece| (piece.format, &piece.bytes))),
+            Source::Random { .. } | Source::Scaled { .. } => None,
+        }
+    }
+
     fn stored(&self) -> Option<&SharedBytes> {
         match &self.source {
             Source::Mapped(pieces) => match pieces.as_slice() {

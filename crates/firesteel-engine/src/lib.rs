@@ -25,14 +25,14 @@ mod math;
 
 pub use calibrate::Calibration;
 pub use cpu::{
-    BatchEntry, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, PackedCache, PackedWeights,
-    SequenceOptions,
+    BatchEntry, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, KvMemory, PackedCache,
+    PackedWeights, SequenceOptions,
 };
 pub use embedding::CheckpointEmbedding;
 pub use engine::{Engine, EngineOptions, EngineRunner};
 pub use math::Gelu;
 
-use firesteel_checkpoint::{CheckpointError, LayerKind};
+use firesteel_checkpoint::{CheckpointError, LayerKind, WeightFormat};
 use firesteel_kernels::KernelError;
 use firesteel_step::{Role, RunnerError, StepError};
 use firesteel_tensor::TensorError;
@@ -116,6 +116,20 @@ pub enum EngineError {
         position: usize,
         /// How the caches store keys and values.
         format: KvFormat,
+    },
+    /// Blocks of a format that the kernels lack, with values that do not fit the numbers that are
+    /// computed with instead.
+    #[error(
+        "{tensor}: {count} values of its {format} blocks are too large for f16, in which {format} is \
+         computed with; quantize the original weights to q8_0, q6_k, q4_k or q4_0"
+    )]
+    BlockRange {
+        /// The weight.
+        tensor: String,
+        /// How it is stored.
+        format: WeightFormat,
+        /// Values that do not fit, of those that were read.
+        count: u64,
     },
     /// The operating system refused; the message of the source names the path.
     #[error(transparent)]

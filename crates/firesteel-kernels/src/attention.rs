@@ -136,6 +136,22 @@ pub struct AttentionShape {
     pub queries: usize,
 }
 
+impl AttentionShape {
+    /// Refuses heads that [`attention`] cannot compute.
+    ///
+    /// # Errors
+    ///
+    /// One of them is 0, or the query heads are no multiple of the key/value heads.
+    pub fn check(self) -> Result<(), KernelError> {
+        let Self { heads, kv_heads, head_dim, .. } = self;
+        if kv_heads == 0 || heads == 0 || head_dim == 0 || !heads.is_multiple_of(kv_heads) {
+            let reason = "heads must be a positive multiple of the key/value heads";
+            return Err(KernelError::AttentionShape { heads, kv_heads, head_dim, reason });
+        }
+        Ok(())
+    }
+}
+
 /// The arguments of [`attention`].
 #[derive(Debug, Clone, Copy)]
 pub struct Attention<'a> {
@@ -290,9 +306,7 @@ fn check(arguments: &Attention<'_>, out: usize) -> Result<AttentionShape, Kernel
     let shape = arguments.shape;
     let AttentionShape { heads, kv_heads, head_dim, queries } = shape;
     let wrong = |reason| KernelError::AttentionShape { heads, kv_heads, head_dim, reason };
-    if kv_heads == 0 || heads == 0 || head_dim == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(wrong("heads must be a positive multiple of the key/value heads"));
-    }
+    shape.check()?;
     let row = area("heads", heads, head_dim)?;
     let length = area("queries", queries, row)?;
     check_length("queries", length, arguments.queries.len())?;

@@ -7,7 +7,8 @@ use std::time::Instant;
 use half::f16;
 
 use crate::attention::{
-    Attention, AttentionShape, KvBlock, KvRows, Positions, Segment, attention, quantize_kv,
+    Attention, AttentionShape, KvBlock, KvRows, Positions, Segment, attention, dequantize_kv,
+    quantize_kv,
 };
 use crate::isa::Isa;
 use crate::matmul::{Product, matmul_group};
@@ -175,7 +176,8 @@ pub fn time(
     })
 }
 
-/// A kernel other than a product that can be timed.
+/// A kernel other than a product that can be timed. Those that do not take an [`Isa`] are compiled
+/// once, for every CPU of the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operation {
@@ -185,32 +187,82 @@ pub enum Operation {
     AttentionF16,
     /// Attention over an 8-bit cache.
     AttentionQ8,
+    /// [`quantize_kv`]
+    QuantizeKv,
+    /// [`dequantize_kv`]
+    DequantizeKv,
     /// Activations to int8.
     Quantize,
+    /// [`ops::rms_norm`]
+    RmsNorm,
+    /// [`ops::rope`], a head a row
+    Rope,
     /// [`ops::gated_gelu`]
     GatedGelu,
     /// [`ops::sigmoid`]
     Sigmoid,
     /// [`ops::softmax`]
     Softmax,
+    /// [`ops::weigh`]
+    Weigh,
+    /// [`ops::add`]
+    Add,
+    /// [`ops::scale`]
+    Scale,
 }
 
 impl Operation {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 14] = [
         Self::AttentionF32,
         Self::AttentionF16,
         Self::AttentionQ8,
+        Self::QuantizeKv,
+        Self::DequantizeKv,
         Self::Quantize,
+        Self::RmsNorm,
+        Self::Rope,
         Self::GatedGelu,
         Self::Sigmoid,
         Self::Softmax,
+        Self::Weigh,
+        Self::Add,
+        Self::Scale,
     ];
 
     /// Whether it is attention, over one of the cache types.
     #[must_use]
     pub fn is_attention(self) -> bool {
         matches!(self, Self::AttentionF32 | Self::AttentionF16 | Self::AttentionQ8)
+    }
+
+    /// The instruction sets of this CPU that it has kernels for, scalar first; scalar alone for what
+    /// is the same code on all of them.
+    #[must_use]
+    pub fn isas(self) -> Vec<Isa> {
+        let mut isas = Isa::available();
+        if matches!(
+            self,
+            Self::QuantizeKv
+                | Self::DequantizeKv
+                | Self::RmsNorm
+                | Self::Rope
+                | Self::Add
+                | Self::Scale
+        ) {
+            isas.truncate(1);
+        }
+        isas
+    }
+
+    /// What its columns have to be a multiple of, or the elements of a head for attention.
+    #[must_use]
+    pub fn block_columns(self) -> usize {
+        match self {
+            Self::AttentionQ8 | Self::QuantizeKv | Self::DequantizeKv | Self::Quantize => 32,
+            Self::Rope => 2,
+            _ => 1,
+        }
     }
 }
 
@@ -220,10 +272,17 @@ impl std::fmt::Display for Operation {
             Self::AttentionF32 => "attention F32",
             Self::AttentionF16 => "attention F16",
             Self::AttentionQ8 => "attention Q8",
+            Self::QuantizeKv => "quantize kv",
+            Self::DequantizeKv => "dequantize kv",
             Self::Quantize => "quantize",
+            Self::RmsNorm => "rms norm",
+            Self::Rope => "rope",
             Self::GatedGelu => "gated gelu",
             Self::Sigmoid => "sigmoid",
             Self::Softmax => "softmax",
+            Self::Weigh => "weigh",
+            Self::Add => "add",
+            Self::Scale => "scale",
         })
     }
 }
@@ -276,10 +335,16 @@ struct Subject {
     values: Vec<f32>,
     out: Vec<f32>,
     quantized: QuantizedRows,
+    /// The values as 8-bit keys or values.
+    blocks: Vec<KvBlock>,
     visible: Vec<Range<usize>>,
     /// Keys and values, `[kv_heads, entries, head_dim]` each.
     caches: Vec<[Cache; 2]>,
 }
+
+const NO_BLOCK: KvBlock = KvBlock { scale: f16::ZERO, values: [0; 32] };
+/// What is added to a mean square.
+const EPSILON: f32 = 1e-6;
 
 enum Cache {
     F32(Vec<f32>),
@@ -294,8 +359,7 @@ impl Cache {
                 Self::F16(values.iter().map(|value| f16::from_f32(*value)).collect())
             }
             Operation::AttentionQ8 => {
-                let zero = KvBlock { scale: f16::ZERO, values: [0; 32] };
-                let mut blocks = vec![zero; values.len() / 32];
+                let mut blocks = vec![NO_BLOCK; values.len() / 32];
                 quantize_kv(values, &mut blocks)?;
                 Self::Q8(blocks)
             }
@@ -344,17 +408,25 @@ impl Subject {
             }
             _ => units(rows, columns)?,
         };
-        let out = values.clone();
-        Ok(Self { operation, size, values, out, quantized: QuantizedRows::new(), visible, caches })
+        let mut blocks = Vec::new();
+        if matches!(operation, Operation::QuantizeKv | Operation::DequantizeKv) {
+            blocks.resize(values.len() / 32, NO_BLOCK);
+            quantize_kv(&values, &mut blocks)?;
+        }
+        let (out, quantized) = (values.clone(), QuantizedRows::new());
+        Ok(Self { operation, size, values, out, quantized, blocks, visible, caches })
     }
 
     fn bytes(&self) -> usize {
         let cache = self.caches.first().map_or(0, |[keys, values]| keys.bytes() + values.bytes());
-        let written = match self.operation {
+        let (values, blocks) =
+            (size_of_val(self.values.as_slice()), size_of_val(self.blocks.as_slice()));
+        let second = match self.operation {
             Operation::Quantize => self.quantized.bytes(),
-            _ => size_of_val(self.out.as_slice()),
+            Operation::QuantizeKv | Operation::DequantizeKv => blocks,
+            _ => values,
         };
-        cache + size_of_val(self.values.as_slice()) + written
+        cache + values + second
     }
 
     fn run(&mut self, pool: &Pool, isa: Isa, repeat: usize) -> Result<f64, KernelError> {
@@ -384,14 +456,32 @@ impl Subject {
                 };
                 attention(isa, pool, &arguments, out)?;
             }
+            Operation::QuantizeKv => quantize_kv(values, &mut self.blocks)?,
+            Operation::DequantizeKv => dequantize_kv(&self.blocks, out)?,
             Operation::Quantize => self.quantized.quantize(isa, pool, values, rows, columns)?,
+            Operation::RmsNorm => {
+                let weights = values.get(..columns).unwrap_or_default();
+                ops::rms_norm(values, weights, EPSILON, out)?;
+            }
+            Operation::Rope => {
+                let cos = values.get(..columns / 2).unwrap_or_default();
+                let sin = values.get(columns / 2..columns).unwrap_or_default();
+                ops::rope(out, columns, cos, sin)?;
+            }
             Operation::GatedGelu => ops::gated_gelu(isa, out, values)?,
             Operation::Sigmoid => ops::sigmoid(isa, out),
             Operation::Softmax => ops::softmax(isa, out, columns)?,
+            Operation::Weigh => {
+                black_box(ops::weigh(isa, values, 1.0, 1.0, out));
+            }
+            Operation::Add => ops::add(out, values)?,
+            Operation::Scale => ops::scale(out, 0.5),
         }
         let seconds = start.elapsed().as_secs_f64();
-        if self.operation == Operation::Quantize {
-            self.quantized.values(out);
+        match self.operation {
+            Operation::Quantize => self.quantized.values(out),
+            Operation::QuantizeKv => dequantize_kv(&self.blocks, out)?,
+            _ => {}
         }
         Ok(seconds)
     }

@@ -6,6 +6,7 @@ use clap::Args;
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_checkpoint::{Checkpoint, Head, LayerKind, ModelConfig, Weight};
 use firesteel_compile::{Compiled, CompiledManifest};
+use firesteel_engine::{KvFormat, KvMemory, SequenceOptions};
 use firesteel_profile::{ModelBytes, WeightCoding, WeightCount};
 use firesteel_step::{CacheLayoutChoice, Encoding, PortEncoding, kv_bytes};
 use serde::Serialize;
@@ -97,7 +98,7 @@ struct WeightBytes {
     int4_per_row: u64,
 }
 
-/// KV cache of one sequence, 16-bit entries.
+/// KV cache of one sequence: of the step contract with 16-bit entries, and of the cpu runner.
 #[derive(Debug, Serialize)]
 struct KvReport {
     context: usize,
@@ -105,6 +106,34 @@ struct KvReport {
     ring: LayoutBytes,
     roll: LayoutBytes,
     all_full: LayoutBytes,
+    cpu: CpuKv,
+}
+
+/// What the cpu runner allocates for a sequence, by the format of its keys and values; null where
+/// the heads do not fit the format.
+#[derive(Debug, Serialize)]
+struct CpuKv {
+    f32: Option<CpuKvBytes>,
+    f16: Option<CpuKvBytes>,
+    q8: Option<CpuKvBytes>,
+}
+
+#[derive(Debug, Serialize)]
+struct CpuKvBytes {
+    /// Rings with room for a forward, and caches as long as the context.
+    caches: usize,
+    /// What a conversation adds at most, to come back to where turns begin.
+    marks: usize,
+}
+
+impl CpuKv {
+    fn new(config: &ModelConfig, context: usize) -> Self {
+        let bytes = |kv| {
+            let KvMemory { caches, marks } = SequenceOptions { context, kv }.memory(config)?;
+            Some(CpuKvBytes { caches, marks })
+        };
+        Self { f32: bytes(KvFormat::F32), f16: bytes(KvFormat::F16), q8: bytes(KvFormat::Q8) }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -212,6 +241,7 @@ impl Inspect {
                 ring: LayoutBytes::new(ring.hybrid),
                 roll: LayoutBytes::new(roll.hybrid),
                 all_full: LayoutBytes::new(roll.uniform),
+                cpu: CpuKv::new(config, context),
             });
         }
         Ok(Report {
@@ -343,6 +373,18 @@ fn print_model(report: &Report, printer: &mut Printer) -> anyhow::Result<()> {
         let mut row = vec![format!("context {}", kv.context)];
         for layout in [&kv.ring, &kv.roll, &kv.all_full] {
             row.extend([layout.bytes.to_string(), mebibytes(layout.bytes)]);
+        }
+        rows.push(row);
+    }
+    print_table(&rows, printer)?;
+    let titles = ["KV of the cpu runner", "f16", "", "f32", "", "q8", "", "marks at f16", ""];
+    let mut rows = vec![titles.map(str::to_owned).to_vec()];
+    for KvReport { context, cpu, .. } in &report.kv {
+        let mut row = vec![format!("context {context}")];
+        let caches = [&cpu.f16, &cpu.f32, &cpu.q8].map(|kv| kv.as_ref().map(|kv| kv.caches));
+        for bytes in caches.into_iter().chain([cpu.f16.as_ref().map(|kv| kv.marks)]) {
+            row.push(bytes.map_or_else(dash, |bytes| bytes.to_string()));
+            row.push(bytes.map_or_else(String::new, |bytes| mebibytes(bytes as u64)));
         }
         rows.push(row);
     }

@@ -589,6 +589,11 @@ fn inspect_a_checkpoint() {
     context 32768     16873984   16.1 MiB   16875520   16.1 MiB         67108864    64.0 MiB
     context 131072    67205632   64.1 MiB   67207168   64.1 MiB        268435456   256.0 MiB
     context 1048576  536967680  512.1 MiB  536969216  512.1 MiB       2147483648  2048.0 MiB
+    KV of the cpu runner        f16                    f32                     q8             marks at f16
+    context 4096            2293760    2.2 MiB     4587520     4.4 MiB    1218560    1.2 MiB        193536  0.2 MiB
+    context 32768          16973824   16.2 MiB    33947648    32.4 MiB    9017344    8.6 MiB        193536  0.2 MiB
+    context 131072         67305472   64.2 MiB   134610944   128.4 MiB   35756032   34.1 MiB        193536  0.2 MiB
+    context 1048576       537067520  512.2 MiB  1074135040  1024.4 MiB  285317120  272.1 MiB        193536  0.2 MiB
     ");
 }
 
@@ -690,6 +695,20 @@ fn inspect_a_checkpoint_as_json() {
           "all_full": {
             "bytes": 131072,
             "mib": 0.125
+          },
+          "cpu": {
+            "f32": {
+              "caches": 262144,
+              "marks": 0
+            },
+            "f16": {
+              "caches": 131072,
+              "marks": 0
+            },
+            "q8": {
+              "caches": 69632,
+              "marks": 0
+            }
           }
         },
         {
@@ -706,6 +725,20 @@ fn inspect_a_checkpoint_as_json() {
           "all_full": {
             "bytes": 129024,
             "mib": 0.123046875
+          },
+          "cpu": {
+            "f32": {
+              "caches": 258048,
+              "marks": 0
+            },
+            "f16": {
+              "caches": 129024,
+              "marks": 0
+            },
+            "q8": {
+              "caches": 68544,
+              "marks": 0
+            }
           }
         },
         {
@@ -722,6 +755,20 @@ fn inspect_a_checkpoint_as_json() {
           "all_full": {
             "bytes": 2048,
             "mib": 0.001953125
+          },
+          "cpu": {
+            "f32": {
+              "caches": 4096,
+              "marks": 0
+            },
+            "f16": {
+              "caches": 2048,
+              "marks": 0
+            },
+            "q8": {
+              "caches": 1088,
+              "marks": 0
+            }
           }
         }
       ],
@@ -841,6 +888,11 @@ fn inspect_a_config_alone() {
     context 32768     1264472064   1205.9 MiB   1264582656   1206.0 MiB       4831838208    4608.0 MiB
     context 131072    4888350720   4661.9 MiB   4888461312   4662.0 MiB      19327352832   18432.0 MiB
     context 1048576  38711218176  36917.9 MiB  38711328768  36918.0 MiB     154618822656  147456.0 MiB
+    KV of the cpu runner          f16                       f32                        q8               marks at f16
+    context 4096            214695936    204.8 MiB    429391872    409.5 MiB    114057216    108.8 MiB     113025024  107.8 MiB
+    context 32768          1271660544   1212.8 MiB   2543321088   2425.5 MiB    675569664    644.3 MiB     113025024  107.8 MiB
+    context 131072         4895539200   4668.8 MiB   9791078400   9337.5 MiB   2600755200   2480.3 MiB     113025024  107.8 MiB
+    context 1048576       38718406656  36924.8 MiB  77436813312  73849.5 MiB  20569153536  19616.3 MiB     113025024  107.8 MiB
     ");
 }
 
@@ -1443,6 +1495,15 @@ fn refusals() {
         ),
         (run(&["bench", "kernels", "--shape", "1,2"]), "--shape takes M,K,N"),
         (run(&["bench", "kernels", "--heads", "8,0,64"]), "--heads takes H,KV,D"),
+        (
+            run(&["bench", "kernels", "--heads", "8,3,256"]),
+            "--heads: attention of 8 heads over 3 key/value heads of 256: heads must be",
+        ),
+        (run(&["bench", "kernels", "--threads", "0"]), "--threads 0: 1 or more is accepted"),
+        (
+            run(&["bench", "decode", SPARK_TINY, "--threads", "0"]),
+            "--threads 0: 1 or more is accepted",
+        ),
         (
             run(&["bench", "kernels", "--entries", "99999999"]),
             "--entries 99999999: caches of up to 2^28 elements",

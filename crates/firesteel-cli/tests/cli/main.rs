@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed helper is a failed test")]
 
 mod artifact;
+mod bench;
 mod commands;
 mod compile;
 mod generate;

@@ -137,6 +137,10 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
+    pub(super) fn new(config: &ModelConfig, format: KvFormat) -> Self {
+        Self { format, heads: config.num_key_value_heads, head_dim: config.head_dim }
+    }
+
     /// Bytes of the keys, or the values, of one head at one position.
     fn row(self) -> usize {
         self.format.bytes(self.head_dim)

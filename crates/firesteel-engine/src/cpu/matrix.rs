@@ -1,4 +1,4 @@
-use super::packed::{Packed, Unpacked, float_format};
+use super::packed::{Packed, Unpacked, float_format, widened};
 use crate::EngineError;
 use firesteel_checkpoint::Weight;
 use firesteel_kernels::{Format, MatrixView};
@@ -46,6 +46,18 @@ impl Matrix {
             None => packed.get(&Unpacked::new(weight, rows, columns)?)?,
         };
         // The view proves length and alignment once for all uses.
+        MatrixView::new(format, rows, columns, &bytes)?;
+        Ok(Self { format, rows, columns, bytes })
+    }
+
+    /// The matrix as numbers: where it lies, or with the values of its blocks in memory.
+    pub(super) fn plain(weight: &Weight) -> Result<Self, EngineError> {
+        let (rows, columns) = shape(weight);
+        let bytes = match Self::mapped(weight) {
+            Some(bytes) => bytes.clone(),
+            None => widened(weight, rows, columns)?,
+        };
+        let format = float_format(weight);
         MatrixView::new(format, rows, columns, &bytes)?;
         Ok(Self { format, rows, columns, bytes })
     }

@@ -10,7 +10,7 @@ mod sequence;
 pub use cache::KvFormat;
 pub use packed::{PackedCache, PackedWeights};
 pub use runner::CpuRunner;
-pub use sequence::{BatchEntry, CpuSequence, SequenceOptions};
+pub use sequence::{BatchEntry, CpuSequence, KvMemory, SequenceOptions};
 
 use crate::{EngineError, fit};
 use firesteel_checkpoint::{Checkpoint, LayerKind, LayerWeights, Weight};
@@ -25,8 +25,8 @@ use std::sync::{Arc, Mutex};
 const NAME: &str = "cpu";
 
 /// A model ready for the CPU's kernels: float weights in the mapped files, quantized ones in the
-/// kernels' layout, in a mapped file of their own if one can be had. Shared by any number of runners
-/// and sequences.
+/// kernels' layout, in a mapped file of their own if one can be had. The head-wise gate is always
+/// floats, whatever its file has. Shared by any number of runners and sequences.
 pub struct CpuModel {
     checkpoint: Arc<Checkpoint>,
     isa: Isa,
@@ -64,16 +64,10 @@ struct Layer {
     mlp_down: Matrix,
 }
 
-/// The matrices of a layer.
-fn matrices(weights: &LayerWeights) -> [&Weight; 6] {
-    [
-        &weights.qkv,
-        &weights.head_gate,
-        &weights.attention_out,
-        &weights.mlp_gate,
-        &weights.mlp_up,
-        &weights.mlp_down,
-    ]
+/// The matrices of a layer that are used in the kernels' layout. The head-wise gate is not one of
+/// them: it is small, and its inputs must not be rounded to 8 bits.
+fn matrices(weights: &LayerWeights) -> [&Weight; 5] {
+    [&weights.qkv, &weights.attention_out, &weights.mlp_gate, &weights.mlp_up, &weights.mlp_down]
 }
 
 fn vector(weight: &Weight) -> Result<Vec<f32>, EngineError> {
@@ -84,14 +78,14 @@ fn vector(weight: &Weight) -> Result<Vec<f32>, EngineError> {
 
 impl Layer {
     fn new(kind: LayerKind, weights: &LayerWeights, packed: &Packed) -> Result<Self, EngineError> {
-        let [qkv, head_gate, attention_out, mlp_gate, mlp_up, mlp_down] = matrices(weights);
+        let [qkv, attention_out, mlp_gate, mlp_up, mlp_down] = matrices(weights);
         let matrix = |weight| Matrix::new(weight, packed);
         Ok(Self {
             kind,
             input_norm: vector(&weights.input_norm)?,
             post_attention_norm: vector(&weights.post_attention_norm)?,
             qkv: matrix(qkv)?,
-            head_gate: matrix(head_gate)?,
+            head_gate: Matrix::plain(&weights.head_gate)?,
             attention_out: matrix(attention_out)?,
             mlp_gate: matrix(mlp_gate)?,
             mlp_up: matrix(mlp_up)?,
@@ -139,7 +133,7 @@ impl CpuModel {
             final_norm: vector(checkpoint.final_norm())?,
             head: Matrix::new(checkpoint.head_weight(), &packed)?,
             packed: packed.source,
-            warnings: packed.warning.into_iter().collect(),
+            warnings: packed.warnings,
             checkpoint,
             scratch: Mutex::default(),
         }))
@@ -150,7 +144,8 @@ impl CpuModel {
         &self.checkpoint
     }
 
-    /// What a caller may want to say: that weights take memory because no file can keep them.
+    /// What a caller may want to say: that weights take memory because no file can keep them, and
+    /// which ones take more bytes than in their file because the kernels lack their format.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -198,11 +193,13 @@ impl CpuModel {
         CpuSequence::new(Arc::clone(self), options)
     }
 
+    /// Threads that compute, the caller included.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
     fn settings(&self) -> Vec<(String, String)> {
-        vec![
-            ("isa".into(), self.isa.name().into()),
-            ("threads".into(), self.pool.threads().to_string()),
-        ]
+        vec![("isa".into(), self.isa.name().into()), ("threads".into(), self.threads().to_string())]
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! # The file
 //!
-//! `KEY-LAYOUT.packed`, where KEY is the hash (xxh3, 128 bits) of the weights as the model's file
-//! stores them, and LAYOUT the version of the packed layout. A header, padded to a page, is followed
+//! `KEY-LAYOUT.packed`, where KEY is the hash (xxh3, 128 bits) of the weights as the model's files
+//! store them, and LAYOUT the version of the packed layout. A header, padded to a page, is followed
 //! by the tensors, each at the start of a page. The header is magic, version, layout, key, number
 //! of tensors, and for each name, format, rows, columns, offset and length; all numbers are
 //! little-endian.
@@ -17,8 +17,9 @@
 //!
 //! # The index
 //!
-//! `DEVICE-INODE.index` remembers the key of a model's file, so that it need not be read to find its
-//! packed weights. It counts as long as size and times of the file are what they were.
+//! `DEVICE-INODE.index` remembers the key of a GGUF file, so that it need not be read to find its
+//! packed weights. It counts as long as size and times of the file are what they were. What a folder
+//! of several files needs packed is little, and is hashed each time.
 
 use crate::EngineError;
 use firesteel_checkpoint::{
@@ -29,7 +30,7 @@ use firesteel_tensor::{Buffer, DType, SharedBytes};
 use fs_err as fs;
 use fs_err::os::unix::fs::FileExt;
 use rayon::prelude::*;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::io::Read;
 use std::ops::Range;
@@ -41,7 +42,8 @@ use xxhash_rust::xxh3::xxh3_128;
 /// Where weights in the kernels' layout are kept from one process to the next.
 ///
 /// Files that no process has used for 30 days are removed when another is added. Any of them may be
-/// removed at any time; it is made again.
+/// removed at any time; it is made again. Where a file does not fit, or none can be written, the
+/// weights are packed into memory, and [`CpuModel::warnings`](super::CpuModel::warnings) says so.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum PackedCache {
     /// The folder `packed` in [`cache_root`], for models with 16 MiB and more of such weights;
@@ -116,15 +118,25 @@ impl<'a> Unpacked<'a> {
         rows: usize,
         columns: usize,
     ) -> Result<Self, EngineError> {
-        let blocks = weight.blocks().and_then(|_| block_format(weight.format()));
-        let format = blocks.unwrap_or_else(|| float_format(weight));
+        let format = kernel_format(weight);
         let length = format.packed_bytes(rows, columns)?;
         Ok(Self { weight, format, rows, columns, length })
     }
 
-    /// The bytes in the file, if they are in one place.
-    fn stored(&self) -> Option<&'a SharedBytes> {
-        self.weight.blocks().or(self.weight.bytes())
+    /// Hash of the bytes in the model's files; `None` when there are none.
+    fn hash(&self) -> Option<u128> {
+        let mut all = Vec::new();
+        for (format, bytes) in self.weight.stored_parts()? {
+            all.extend_from_slice(&xxh3_128(bytes).to_le_bytes());
+            all.extend_from_slice(&(bytes.len() as u64).to_le_bytes());
+            all.extend_from_slice(format.name().as_bytes());
+        }
+        Some(xxh3_128(&all))
+    }
+
+    /// Whether it takes more bytes than in its file, because the kernels lack its format.
+    fn is_enlarged(&self) -> bool {
+        self.weight.format().is_quantized() && !self.format.is_quantized()
     }
 
     /// Packs whole strips of rows.
@@ -138,7 +150,19 @@ impl<'a> Unpacked<'a> {
             }
             // Separate projections, generated weights, odd offsets and blocks without a kernel.
             None => {
-                self.weight.convert(rows.start * columns, self.weight.dtype(), out)?;
+                let dtype = match format {
+                    Format::F16 => DType::F16,
+                    Format::BF16 => DType::BF16,
+                    _ => DType::F32,
+                };
+                let report = self.weight.convert(rows.start * columns, dtype, out)?;
+                if report.overflowed > 0 {
+                    return Err(EngineError::BlockRange {
+                        tensor: self.weight.name().into(),
+                        format: self.weight.format(),
+                        count: report.overflowed,
+                    });
+                }
             }
         }
         Ok(())
@@ -179,15 +203,33 @@ impl<'a> Unpacked<'a> {
     }
 }
 
-/// The kernels' name of a block format; `None` for numbers and for blocks without a kernel.
-fn block_format(format: WeightFormat) -> Option<Format> {
-    match format {
-        WeightFormat::Q8_0 => Some(Format::Q8),
-        WeightFormat::Q4_0 => Some(Format::Q4),
-        WeightFormat::Q4K => Some(Format::Q4K),
-        WeightFormat::Q6K => Some(Format::Q6K),
-        _ => None,
+/// The format that a weight is packed in.
+///
+/// Blocks without a kernel (Q4_1, Q5_K) become f16. Where their values reach to both sides of 0, no
+/// value is larger than 31 steps of its block. F16, which keeps 11 bits, is then wrong by 1/66 of a
+/// step at most where the blocks themselves are wrong by up to half a step, so the error of a product
+/// stays what their author chose. Bf16 and Q8 would be wrong by up to 1/8 of a step.
+fn kernel_format(weight: &Weight) -> Format {
+    let in_one_place = weight.blocks().is_some();
+    match weight.format() {
+        WeightFormat::Q8_0 if in_one_place => Format::Q8,
+        WeightFormat::Q4_0 if in_one_place => Format::Q4,
+        WeightFormat::Q4K if in_one_place => Format::Q4K,
+        WeightFormat::Q6K if in_one_place => Format::Q6K,
+        format if format.is_quantized() => Format::F16,
+        _ => float_format(weight),
     }
+}
+
+/// The elements of a weight of `[rows, columns]` in memory, as [`float_format`] says.
+pub(super) fn widened(
+    weight: &Weight,
+    rows: usize,
+    columns: usize,
+) -> Result<SharedBytes, EngineError> {
+    let mut elements = Buffer::zeroed(float_format(weight).row_major_bytes(rows, columns)?);
+    weight.convert(0, weight.dtype(), elements.bytes_mut())?;
+    Ok(SharedBytes::new(Arc::new(elements)))
 }
 
 /// The kernels' name of the type of a weight's elements.
@@ -203,7 +245,7 @@ pub(super) fn float_format(weight: &Weight) -> Format {
 pub(super) struct Packed {
     by_key: HashMap<String, SharedBytes>,
     pub(super) source: PackedWeights,
-    pub(super) warning: Option<String>,
+    pub(super) warnings: Vec<String>,
 }
 
 impl Packed {
@@ -214,8 +256,11 @@ impl Packed {
         cache: &PackedCache,
     ) -> Result<Self, EngineError> {
         let total: usize = weights.iter().map(|weight| weight.length).sum();
-        let mut packed =
-            Self { by_key: HashMap::new(), source: PackedWeights::Memory, warning: None };
+        let mut packed = Self {
+            by_key: HashMap::new(),
+            source: PackedWeights::Memory,
+            warnings: enlarged(weights).into_iter().collect(),
+        };
         if weights.is_empty() {
             packed.source = PackedWeights::None;
             return Ok(packed);
@@ -227,8 +272,8 @@ impl Packed {
             PackedCache::Folder(folder) => Some(Ok(folder.clone())),
         };
         let identity = checkpoint.gguf().and_then(|gguf| gguf.identity());
-        let stored = weights.iter().all(|weight| weight.stored().is_some());
-        if let (Some(folder), Some(identity), true) = (folder, identity, stored) {
+        let stored = weights.iter().all(|weight| weight.weight.stored_parts().is_some());
+        if let (Some(folder), true) = (folder, stored) {
             let mapped = folder.map_err(EngineError::from).and_then(|folder| {
                 let store = Store { folder: &folder, weights, identity };
                 store.mapped()
@@ -240,9 +285,9 @@ impl Packed {
                     return Ok(packed);
                 }
                 Err(error) => {
-                    packed.warning = Some(format!(
+                    packed.warnings.push(format!(
                         "{} MiB of weights are packed into memory, because no file can keep them: \
-                         {error}; set FIRESTEEL_CACHE to a folder that can be written",
+                         {error}; set FIRESTEEL_CACHE to a folder with room that can be written",
                         total >> 20
                     ));
                 }
@@ -266,11 +311,31 @@ impl Packed {
     }
 }
 
+/// What weights cost that the kernels lack the format of; `None` if there are none.
+fn enlarged(weights: &[Unpacked<'_>]) -> Option<String> {
+    let enlarged: Vec<_> = weights.iter().filter(|weight| weight.is_enlarged()).collect();
+    let formats: BTreeSet<_> =
+        enlarged.iter().map(|weight| weight.weight.format().name()).collect();
+    let first = enlarged.first()?.weight.name();
+    let mebibytes = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+    Some(format!(
+        "{} matrices of {} ({first} is the first) are computed with in f16, because there are no \
+         kernels for it: each token reads {:.1} MiB of them, not {:.1} MiB; there are kernels for \
+         q8_0, q6_k, q4_k and q4_0",
+        enlarged.len(),
+        formats.into_iter().collect::<Vec<_>>().join(" and "),
+        mebibytes(enlarged.iter().map(|weight| weight.length).sum()),
+        mebibytes(enlarged.iter().map(|weight| weight.weight.stored_bytes()).sum()),
+    ))
+}
+
 /// The packed weights of one model in one folder.
 struct Store<'a> {
     folder: &'a Path,
+    /// All of them lie in files.
     weights: &'a [Unpacked<'a>],
-    identity: FileIdentity,
+    /// Of the file that they are all in.
+    identity: Option<FileIdentity>,
 }
 
 impl Store<'_> {
@@ -289,8 +354,8 @@ impl Store<'_> {
                 return Ok((bytes, PackedWeights::Found));
             }
         }
-        self.write(key)?;
         self.remove_old();
+        self.write(key)?;
         let bytes = self.open(key)?.ok_or_else(|| {
             std::io::Error::other(format!("{} is not what was written", self.path(key).display()))
         })?;
@@ -303,11 +368,8 @@ impl Store<'_> {
 
     /// Hash of the weights as they are stored.
     fn key(&self) -> u128 {
-        let hashes: Vec<u128> = self
-            .weights
-            .par_iter()
-            .map(|weight| weight.stored().map_or(0, |bytes| xxh3_128(bytes)))
-            .collect();
+        let hashes: Vec<u128> =
+            self.weights.par_iter().map(|weight| weight.hash().unwrap_or_default()).collect();
         let mut all = Vec::new();
         for (weight, hash) in self.weights.iter().zip(hashes) {
             all.extend_from_slice(&hash.to_le_bytes());
@@ -367,6 +429,7 @@ impl Store<'_> {
     fn write(&self, key: u128) -> Result<(), EngineError> {
         let staged = StagedFile::create(&self.path(key), Some(|_| Ok(true)))?;
         let (header, offsets, length) = self.plan(key);
+        staged.require_space(length as u64)?;
         let file = staged.file();
         file.set_len(length as u64)?;
         file.write_all_at(&header, 0)?;
@@ -390,26 +453,22 @@ impl Store<'_> {
         Ok(staged.commit()?)
     }
 
-    fn index_path(&self) -> PathBuf {
-        self.folder.join(format!("{:x}-{:x}.{INDEX}", self.identity.device, self.identity.inode))
-    }
-
-    /// An index entry without the key.
-    fn index_text(&self) -> String {
-        let FileIdentity { device, inode, size, modified, changed } = self.identity;
-        format!("firesteel packed {VERSION} {device} {inode} {size} {modified} {changed} ")
+    fn index_path(&self, identity: FileIdentity) -> PathBuf {
+        self.folder.join(format!("{:x}-{:x}.{INDEX}", identity.device, identity.inode))
     }
 
     fn read_index(&self) -> Option<u128> {
+        let identity = self.identity?;
         let mut text = String::new();
-        let file = fs::File::open(self.index_path()).ok()?;
+        let file = fs::File::open(self.index_path(identity)).ok()?;
         file.take(INDEX_LIMIT).read_to_string(&mut text).ok()?;
-        let key = text.strip_prefix(&self.index_text())?.strip_suffix('\n')?;
+        let key = text.strip_prefix(&index_text(identity))?.strip_suffix('\n')?;
         u128::from_str_radix(key, 16).ok().filter(|parsed| format!("{parsed:032x}") == key)
     }
 
     /// Remembers the key. An entry that cannot be written only costs time.
     fn write_index(&self, key: u128) {
+        let Some(identity) = self.identity else { return };
         let settled = |time: i128| {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
             now.is_ok_and(|now| {
@@ -418,12 +477,12 @@ impl Store<'_> {
                 })
             })
         };
-        if !settled(self.identity.modified) || !settled(self.identity.changed) {
+        if !settled(identity.modified) || !settled(identity.changed) {
             return;
         }
         let write = || {
-            let staged = StagedFile::create(&self.index_path(), Some(|_| Ok(true)))?;
-            let text = format!("{}{key:032x}\n", self.index_text());
+            let staged = StagedFile::create(&self.index_path(identity), Some(|_| Ok(true)))?;
+            let text = format!("{}{key:032x}\n", index_text(identity));
             staged.file().write_all_at(text.as_bytes(), 0)?;
             staged.commit()
         };
@@ -442,6 +501,12 @@ impl Store<'_> {
             }
         }
     }
+}
+
+/// An index entry without the key.
+fn index_text(identity: FileIdentity) -> String {
+    let FileIdentity { device, inode, size, modified, changed } = identity;
+    format!("firesteel packed {VERSION} {device} {inode} {size} {modified} {changed} ")
 }
 
 /// Name, format and shape, each preceded by its length where it has one.
@@ -466,4 +531,27 @@ fn note_use(path: &Path) {
         Ok::<(), std::io::Error>(())
     };
     let _ = note();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_does_not_fit_is_not_begun() {
+        let model = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests/golden/llamacpp/spark-tiny-q4_0.gguf"
+        );
+        let checkpoint = Checkpoint::open(model.as_ref()).unwrap();
+        let weight = &checkpoint.layers()[0].mlp_up;
+        let (rows, columns) = (weight.shape()[0], weight.shape()[1]);
+        let unpacked = Unpacked::new(weight, rows, columns).unwrap();
+        let weights = [Unpacked { length: 1 << 60, ..unpacked }];
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store { folder: folder.path(), weights: &weights, identity: None };
+        let error = store.mapped().unwrap_err().to_string();
+        assert!(error.contains("bytes are needed, but only"), "{error}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
 }

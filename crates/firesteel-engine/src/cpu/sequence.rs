@@ -16,7 +16,7 @@ use std::sync::{Arc, PoisonError};
 
 /// Tokens of a prompt that one forward takes.
 const CHUNK: usize = 64;
-/// Marks that a sequence keeps at most. Each holds as much as the rings of the sliding layers.
+/// Marks that a sequence keeps at most.
 const MARKS: usize = 2;
 
 /// The caches of a [`CpuSequence`].
@@ -28,17 +28,52 @@ pub struct SequenceOptions {
     pub kv: KvFormat,
 }
 
+impl SequenceOptions {
+    /// What a sequence of `config` with these options allocates; `None` when its heads do not fit
+    /// the format, or the bytes cannot be counted.
+    pub fn memory(self, config: &ModelConfig) -> Option<KvMemory> {
+        let Self { context, kv } = self;
+        kv.check(config).ok()?;
+        let count = |kind| config.layer_types.iter().filter(|known| **known == kind).count();
+        let slots = ring_slots(config.sliding_window, context, CHUNK);
+        let seen = match config.sliding_window {
+            Some(window) if slots < context => window.saturating_sub(1),
+            _ => 0,
+        };
+        let sliding = |slots: usize| slots.checked_mul(count(LayerKind::Sliding));
+        let entries = context.checked_mul(count(LayerKind::Full))?.checked_add(sliding(slots)?)?;
+        let entry = Geometry::new(config, kv).entry();
+        let bytes = |entries: usize| entries.checked_mul(entry)?.checked_mul(2);
+        let marked = sliding(seen)?.checked_mul(MARKS)?;
+        Some(KvMemory { caches: bytes(entries)?, marks: bytes(marked)? })
+    }
+}
+
+/// Bytes that a [`CpuSequence`] allocates for keys and values. Pages that were never written are not
+/// in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvMemory {
+    /// The caches, allocated from the start. A full layer has room for the context, and a sliding
+    /// one a ring with room for window − 1 entries and a forward of 64 tokens, rounded up to a
+    /// multiple of 64, but not for more than the context. A forward of more tokens makes rings
+    /// longer.
+    pub caches: usize,
+    /// Two marks of the whole window, which is the most that a conversation adds; 0 when the rings
+    /// hold the context.
+    pub marks: usize,
+}
+
 /// One sequence on a [`CpuModel`], with caches of its own.
 ///
 /// A full layer holds the context, and a sliding layer a ring of min(context, window − 1) entries
-/// and room for the tokens of a forward, which lie there until they are committed. Memory is taken
-/// as positions are written.
+/// and room for the tokens of a forward, which lie there until they are committed. [`KvMemory`] has
+/// the bytes.
 ///
 /// The logits of a token depend on the tokens before it and on the format of keys and values, and
 /// on nothing else: the same bytes come out however the sequence is split into forwards, whatever
 /// else is in the batch, and on any number of threads.
 ///
-/// At most two marks are kept; each costs as much as the rings. Without a mark a sequence can go
+/// At most two marks are kept; each costs as much as the windows. Without a mark a sequence can go
 /// back as far as its rings have not been written over: to any position as long as a ring was never
 /// full, else over a few of the last tokens.
 pub struct CpuSequence {
@@ -213,9 +248,8 @@ impl CpuSequence {
                 dtype: DType::F32,
             },
         )?;
-        let geometry =
-            Geometry { format: kv, heads: config.num_key_value_heads, head_dim: config.head_dim };
-        let slots = ring_slots(spec.sliding_window, context, 1);
+        let geometry = Geometry::new(config, kv);
+        let slots = ring_slots(spec.sliding_window, context, CHUNK);
         let layers = spec.layers.iter().map(|layer| {
             let cache = match layer.kind {
                 LayerKind::Sliding => LayerCache::ring(geometry, slots),
@@ -246,14 +280,6 @@ impl CpuSequence {
     /// How keys and values are stored.
     pub fn kv_format(&self) -> KvFormat {
         self.geometry.format
-    }
-
-    /// Bytes of address space for keys and values: the caches, the room for pending tokens in the
-    /// rings, and the marks. Pages that were never written are not in memory.
-    pub fn reserved_bytes(&self) -> usize {
-        let caches = self.layers.iter().map(|(_, cache)| cache.bytes());
-        let marks = self.marks.iter().flat_map(|mark| mark.rings.iter().flatten());
-        caches.sum::<usize>() + marks.map(Buffer::len).sum::<usize>()
     }
 
     /// Bytes of keys and values that a token at `position` attends to, its own included.
@@ -369,7 +395,7 @@ impl Kind {
 /// Slots of a ring with room for what a token sees before it and for `tokens` new ones.
 fn ring_slots(window: Option<usize>, context: usize, tokens: usize) -> usize {
     let Some(window) = window else { return 0 };
-    let needed = (window - 1).saturating_add(tokens);
+    let needed = window.saturating_sub(1).saturating_add(tokens);
     needed.checked_next_multiple_of(BLOCK).unwrap_or(needed).min(context)
 }
 
@@ -451,15 +477,11 @@ impl Decoder for CpuSequence {
         self.position
     }
 
-    /// Bytes of the entries that are kept, all of them written; see
-    /// [`CpuSequence::reserved_bytes`] for the rest.
+    /// Bytes of the buffers that are allocated now, those of the marks included.
     fn cache_bytes(&self) -> usize {
-        let ring = self.context.min(self.reach());
-        let entries = self.layers.iter().map(|(kind, _)| match kind {
-            LayerKind::Sliding => ring,
-            LayerKind::Full => self.context,
-        });
-        2 * self.geometry.entry() * entries.sum::<usize>()
+        let caches = self.layers.iter().map(|(_, cache)| cache.bytes());
+        let marks = self.marks.iter().flat_map(|mark| mark.rings.iter().flatten());
+        caches.sum::<usize>() + marks.map(Buffer::len).sum::<usize>()
     }
 
     fn chunk(&self, left: usize) -> usize {

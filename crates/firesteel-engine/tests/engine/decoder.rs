@@ -9,7 +9,6 @@ use firesteel_engine::{
 use firesteel_kernels::Isa;
 use firesteel_step::{
     CacheLayoutChoice, Decoder, KvState, Role, Runner, RunnerError, StepError, StepSpec, Wanted,
-    kv_bytes,
 };
 use std::sync::Arc;
 
@@ -160,28 +159,50 @@ fn greedy_tokens_with_f16_caches_are_those_of_the_reference_engine() {
 }
 
 #[test]
-fn caches_have_exactly_the_bytes_of_the_formula() {
-    for checkpoint in [spark_tiny(), checkpoint("mini")] {
-        let config = checkpoint.config();
-        let model = best_model(&checkpoint);
-        for context in [1, 7, 8, 63, 64, 65, 1000] {
-            for (kv, size) in [(KvFormat::F32, 4), (KvFormat::F16, 2), (KvFormat::Q8, 1)] {
-                if config.head_dim < 32 && kv == KvFormat::Q8 {
-                    continue;
-                }
-                let layers = 0..config.num_layers();
-                let bytes = kv_bytes(config, layers, context, CacheLayoutChoice::Ring, size);
-                let bytes = bytes.unwrap().hybrid as usize;
-                let expected = if kv == KvFormat::Q8 { bytes / 32 * 34 } else { bytes };
-                let decoder = sequence(&model, context, kv);
-                assert_eq!(decoder.cache_bytes(), expected, "{kv}, context {context}");
-                // The token that is to come lies in a ring too, and rings are whole blocks.
-                let reserved = decoder.reserved_bytes();
-                assert!(reserved >= expected, "{kv}, context {context}");
-                let wraps = context >= config.sliding_window.unwrap();
-                assert!(wraps || reserved == expected, "{kv}, context {context}");
+fn what_is_allocated_is_what_is_said() {
+    // spark-tiny has three rings and a growing cache of 2 heads of 64, and windows of 64: a ring
+    // needs 63 entries and 64 for a forward, in blocks of 64. Bytes of keys and values an entry:
+    let entries = [(KvFormat::F32, 1024), (KvFormat::F16, 512), (KvFormat::Q8, 272)];
+    // Context, slots of a ring, entries that a mark copies of each.
+    let contexts = [(1, 1, 0), (64, 64, 0), (127, 127, 0), (128, 128, 0), (129, 128, 63)];
+    let tiny = spark_tiny();
+    let model = best_model(&tiny);
+    for (context, slots, marked) in contexts.into_iter().chain([(400, 128, 63)]) {
+        for (kv, entry) in entries {
+            let name = format!("{kv}, context {context}");
+            let memory = SequenceOptions { context, kv }.memory(tiny.config()).unwrap();
+            assert_eq!(memory.caches, entry * (3 * slots + context), "{name}");
+            assert_eq!(memory.marks, 2 * 3 * marked * entry, "{name}");
+            let mut decoder = sequence(&model, context, kv);
+            assert_eq!(decoder.cache_bytes(), memory.caches, "{name}");
+            let (mut logits, mut marks) = (Vec::new(), 0);
+            while decoder.position() < context {
+                let left = context - decoder.position();
+                let chunk = ids(decoder.chunk(left));
+                decoder.forward(&chunk, Wanted::Nothing, &mut logits).unwrap();
+                decoder.commit(chunk.len()).unwrap();
+                assert_eq!(decoder.cache_bytes(), memory.caches + marks, "{name}");
+                decoder.mark();
+                marks = (marks + memory.marks / 2).min(memory.marks);
+                assert_eq!(decoder.cache_bytes(), memory.caches + marks, "{name}");
             }
+            assert_eq!(decoder.cache_bytes(), memory.caches + memory.marks, "{name}");
+            decoder.clear();
+            assert_eq!(decoder.cache_bytes(), memory.caches, "{name}");
         }
+    }
+    // A longer forward needs longer rings: 63 + 130 entries in blocks of 64.
+    let mut decoder = sequence(&model, 400, KvFormat::F16);
+    decoder.forward(&ids(130), Wanted::Nothing, &mut Vec::new()).unwrap();
+    assert_eq!(decoder.cache_bytes(), 512 * (3 * 256 + 400));
+    let endless = SequenceOptions { context: usize::MAX, kv: KvFormat::F16 };
+    assert_eq!(endless.memory(tiny.config()), None);
+    // Heads that are no whole blocks.
+    let mini = checkpoint("mini");
+    for (kv, fits) in [(KvFormat::F32, true), (KvFormat::F16, true), (KvFormat::Q8, false)] {
+        let memory = SequenceOptions { context: 9, kv }.memory(mini.config());
+        assert_eq!(memory.is_some(), fits, "{kv}");
+        assert_eq!(best_model(&mini).sequence(SequenceOptions { context: 9, kv }).is_ok(), fits);
     }
 }
 

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failed helper is a failed test")]
 
+mod blocks;
 mod calibrate;
 mod contract;
 mod cpu;

@@ -1,7 +1,7 @@
 //! Weights in the kernels' layout, kept in files.
 
-use crate::support::{FOLDER, checkpoint, golden_gguf};
-use firesteel_checkpoint::Checkpoint;
+use crate::support::{FOLDER, checkpoint, golden_gguf, spark_tiny};
+use firesteel_checkpoint::{Checkpoint, WriteOptions, write_checkpoint};
 use firesteel_engine::{
     CpuModel, CpuOptions, KvFormat, PackedCache, PackedWeights, SequenceOptions,
 };
@@ -84,6 +84,47 @@ const RANDOM: firesteel_checkpoint::RandomWeights = firesteel_checkpoint::Random
     seed: 1,
     outliers: false,
 };
+
+#[test]
+fn what_a_folder_needs_packed_is_packed_once() {
+    let tiny = spark_tiny();
+    let expected = logits(&load(&tiny, PackedCache::Disabled));
+    let folder = tempfile::tempdir().unwrap();
+    let (separate, odd) = (folder.path().join("separate"), folder.path().join("odd"));
+    let options = WriteOptions { separate_qkv: true, ..WriteOptions::default() };
+    write_checkpoint(&tiny, options, &separate, &|_, _| {}).unwrap();
+    // One more space in the header, and every tensor begins at an odd offset.
+    write_checkpoint(&tiny, WriteOptions::default(), &odd, &|_, _| {}).unwrap();
+    let file = odd.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    bytes.insert(8 + header as usize, b' ');
+    bytes[..8].copy_from_slice(&(header + 1).to_le_bytes());
+    std::fs::write(&file, bytes).unwrap();
+    for model in [&separate, &odd] {
+        let packed = model.with_extension("packed");
+        let cache = PackedCache::Folder(packed.clone());
+        for found in [PackedWeights::Written, PackedWeights::Found] {
+            let opened = Arc::new(Checkpoint::open(model).unwrap());
+            let loaded = load(&opened, cache.clone());
+            assert_eq!(loaded.packed_weights(), found, "{model:?}");
+            assert_eq!(logits(&loaded), expected, "{model:?}");
+        }
+        assert_eq!(std::fs::read_dir(&packed).unwrap().count(), 1, "{model:?}");
+        // Another number in a tensor that is packed in both.
+        let file = model.join("model.safetensors");
+        let mut bytes = std::fs::read(&file).unwrap();
+        let opened = Checkpoint::open(model).unwrap();
+        let (_, weight) = opened.layers()[0].qkv.stored_parts().unwrap().next().unwrap();
+        let place = bytes.windows(weight.len()).position(|part| part == &weight[..]).unwrap();
+        bytes[place] ^= 64;
+        std::fs::remove_file(&file).unwrap();
+        std::fs::write(&file, bytes).unwrap();
+        let changed = load(&Arc::new(Checkpoint::open(model).unwrap()), cache);
+        assert_eq!(changed.packed_weights(), PackedWeights::Written, "{model:?}");
+        assert_ne!(logits(&changed), expected, "{model:?}");
+    }
+}
 
 #[test]
 fn a_file_that_does_not_fit_is_written_anew() {

@@ -26,7 +26,8 @@ fn every_operation_can_be_timed_and_agrees_with_scalar() {
     let attention = AttentionShape { heads: 4, kv_heads: 2, head_dim: 64, queries: 3 };
     let size = measure::Size { attention, entries: 300, rows: 3, columns: 64 };
     for operation in measure::Operation::ALL {
-        for isa in Isa::available() {
+        assert_eq!(operation.isas()[0].name(), "scalar", "{operation}");
+        for isa in operation.isas() {
             let result = measure::time_operation(&pool, (operation, isa), size, 2, 2).unwrap();
             assert!(result.difference < 1e-5, "{operation} {}: {result:?}", isa.name());
             let bytes = match operation {
@@ -34,16 +35,25 @@ fn every_operation_can_be_timed_and_agrees_with_scalar() {
                 measure::Operation::AttentionF16 => 2 * 2 * 300 * 128 + 2 * 4 * 3 * 256,
                 measure::Operation::AttentionQ8 => 2 * 300 * 128 / 32 * 34 + 2 * 4 * 3 * 256,
                 measure::Operation::Quantize => 4 * 3 * 64 + 3 * 2 * 48,
+                measure::Operation::QuantizeKv | measure::Operation::DequantizeKv => {
+                    4 * 3 * 64 + 3 * 2 * 34
+                }
                 _ => 2 * 4 * 3 * 64,
             };
             assert_eq!(result.bytes, bytes, "{operation}");
         }
     }
-    let odd = measure::Size { columns: 63, ..size };
-    let quantize = (measure::Operation::Quantize, Isa::available()[0]);
-    assert!(measure::time_operation(&pool, quantize, odd, 1, 1).is_err());
-    let odd = AttentionShape { heads: 3, ..attention };
-    let odd = measure::Size { attention: odd, ..size };
+    // 63 columns, and 63 elements a head.
+    let uneven = AttentionShape { head_dim: 63, ..attention };
+    let odd = measure::Size { columns: 63, attention: uneven, ..size };
+    for operation in measure::Operation::ALL {
+        let timed = measure::time_operation(&pool, (operation, Isa::available()[0]), odd, 1, 1);
+        assert_eq!(timed.is_err(), operation.block_columns() > 1, "{operation}: {timed:?}");
+    }
+    assert!(attention.check().is_ok());
+    let three = AttentionShape { heads: 3, ..attention };
+    assert!(matches!(three.check(), Err(KernelError::AttentionShape { heads: 3, .. })));
+    let odd = measure::Size { attention: three, ..size };
     let attend = (measure::Operation::AttentionF32, Isa::available()[0]);
     assert!(measure::time_operation(&pool, attend, odd, 1, 1).is_err());
 }

@@ -1,5 +1,5 @@
 use super::memory::{MemoryWatch, rss_anon};
-use super::{BANDWIDTH_BYTES, cores, median};
+use super::{BANDWIDTH_BYTES, median, threads};
 use crate::printer::{Printer, mebibytes};
 use crate::source::Source;
 use anyhow::{Context as _, bail};
@@ -82,10 +82,8 @@ struct Report {
     read_bandwidth_bytes_per_second: f64,
     /// Bytes that decoding reads a second, over the read bandwidth.
     of_bandwidth: f64,
-    /// Keys and values of the whole context.
+    /// What is allocated for keys and values of the whole context, as `inspect` says.
     kv_bytes: usize,
-    /// The same with the room for tokens that are not committed.
-    kv_reserved_bytes: usize,
     /// Anonymous resident memory after everything was run.
     rss_anon_bytes: Option<u64>,
     /// Largest anonymous resident memory while loading.
@@ -150,6 +148,7 @@ impl BenchDecode {
             bail!("--context {context}: {needed} tokens are measured, and have to fit");
         }
 
+        let threads = threads(self.threads)?;
         let memory = MemoryWatch::start();
         let start = Instant::now();
         let Source::Checkpoint(checkpoint) = Source::open(&self.checkpoint, printer)? else {
@@ -159,7 +158,7 @@ impl BenchDecode {
             );
         };
         let open_seconds = start.elapsed().as_secs_f64();
-        let model = CpuModel::new(Arc::clone(&checkpoint), self.threads)?;
+        let model = CpuModel::new(Arc::clone(&checkpoint), Some(threads))?;
         let load_seconds = start.elapsed().as_secs_f64();
         let peak_load_rss_anon_bytes = memory.stop();
         for warning in model.warnings() {
@@ -224,9 +223,9 @@ impl BenchDecode {
         let weight_bytes = model.weight_bytes();
         let seen = sequence.bytes_seen(self.position + self.tokens / 2);
         let bytes_per_token = weight_bytes + seen as u64;
-        let threads = self.threads.unwrap_or_else(cores);
+        let threads = model.threads();
         let isa = sequence.settings().into_iter().find(|(name, _)| name == "isa");
-        let (kv_bytes, kv_reserved_bytes) = (sequence.cache_bytes(), sequence.reserved_bytes());
+        let kv_bytes = sequence.cache_bytes();
         let packed_weights = model.packed_weights().name();
         drop((sequence, model));
         let bandwidth = read_bandwidth(&Pool::new(threads)?, BANDWIDTH_BYTES)?;
@@ -256,7 +255,6 @@ impl BenchDecode {
             read_bandwidth_bytes_per_second: bandwidth,
             of_bandwidth: rate * bytes_per_token as f64 / bandwidth,
             kv_bytes,
-            kv_reserved_bytes,
             rss_anon_bytes,
             peak_load_rss_anon_bytes,
             peak_rss_anon_bytes,

@@ -1,6 +1,6 @@
-use super::{BANDWIDTH_BYTES, cores};
+use super::{BANDWIDTH_BYTES, threads};
 use crate::printer::{Printer, table};
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_kernels::measure::{
     Measurement, Operation, Shape, Size, kernels, read_bandwidth, time, time_operation,
@@ -78,11 +78,13 @@ impl BenchKernels {
             [h, kv, d] if [h, kv, d].iter().all(|n| (1..=HEAD_LIMIT).contains(n)) => [h, kv, d],
             _ => bail!("--heads takes H,KV,D, each from 1 to {HEAD_LIMIT}"),
         };
+        let attention = AttentionShape { heads, kv_heads, head_dim, queries: m };
+        attention.check().context("--heads")?;
         let cached = self.entries.saturating_mul(kv_heads * head_dim);
         if cached > 1 << 28 || m.saturating_mul(heads * head_dim) > 1 << 28 {
             bail!("--entries {}: caches of up to 2^28 elements are measured", self.entries);
         }
-        let pool = Pool::new(self.threads.unwrap_or_else(cores))?;
+        let pool = Pool::new(threads(self.threads)?)?;
         let bandwidth = read_bandwidth(&pool, BANDWIDTH_BYTES)?;
         let mut report = Report {
             shape: [m, k, n],
@@ -121,22 +123,22 @@ impl BenchKernels {
             add(entry.format.to_string(), entry.isa, Some(2 * m * k * n), measured);
         }
         for operation in Operation::ALL {
-            let size = Size {
-                attention: AttentionShape { heads, kv_heads, head_dim, queries: m },
-                entries: self.entries,
-                rows: m,
-                columns: k,
-            };
+            let size = Size { attention, entries: self.entries, rows: m, columns: k };
             let attends = operation.is_attention();
             let copies = if attends { copies(8 * self.entries * kv_heads * head_dim) } else { 1 };
-            if operation == Operation::Quantize && k % 32 != 0 {
-                printer.warn("quantize needs a multiple of 32 columns and is left out");
+            let (what, count) =
+                if attends { ("elements of a head", head_dim) } else { ("columns", k) };
+            let block = operation.block_columns();
+            if !count.is_multiple_of(block) {
+                printer.warn(&format!(
+                    "{operation} needs a multiple of {block} {what} and is left out"
+                ));
                 continue;
             }
             // Each query sees one entry more than the one before it.
             let seen: usize = (0..m).map(|query| self.entries.saturating_sub(query)).sum();
             let flops = attends.then_some(4 * seen * heads * head_dim);
-            for isa in Isa::available() {
+            for isa in operation.isas() {
                 let measured = time_operation(&pool, (operation, isa), size, self.repeats, copies)?;
                 add(operation.to_string(), isa, flops, measured);
             }

@@ -8,6 +8,7 @@ mod qnn;
 mod sampler;
 
 use crate::printer::Printer;
+use anyhow::bail;
 use clap::{Args, Subcommand};
 use std::process::ExitCode;
 
@@ -44,9 +45,13 @@ impl Bench {
     }
 }
 
-/// Threads to measure with.
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+/// Threads to measure with: what `--threads` says, or one for each core.
+fn threads(given: Option<usize>) -> anyhow::Result<usize> {
+    match given {
+        Some(0) => bail!("--threads 0: 1 or more is accepted"),
+        Some(threads) => Ok(threads),
+        None => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
+    }
 }
 
 /// Bytes that are read to measure the bandwidth: far more than any cache holds.
