@@ -375,6 +375,24 @@ pub(crate) fn read_chats(path: &Path) -> anyhow::Result<Vec<Conversation>> {
         .collect()
 }
 
+/// What `option` says of keys and values, which only the CPU's kernels store in a format of their
+/// own.
+pub(crate) fn kv_format(
+    option: &str,
+    given: Option<KvFormat>,
+    kind: RunnerKind,
+) -> anyhow::Result<Option<KvFormat>> {
+    if let Some(format) = given.filter(|_| kind != RunnerKind::Cpu) {
+        bail!(
+            "{option} {} does nothing on {}, whose caches are those of the step; leave it out, or \
+             run a checkpoint on the cpu runner",
+            format.name(),
+            name(kind)
+        );
+    }
+    Ok(given)
+}
+
 fn name(kind: RunnerKind) -> &'static str {
     match kind {
         RunnerKind::Cpu => "the CPU's kernels",

@@ -1435,6 +1435,18 @@ fn refusals() {
         ),
         (run(&["generate", SPARK_TINY, "--prompt", ""]), "the prompt is empty"),
         (run(&["generate", SPARK_TINY, "--prompt", "a", "--context", "0"]), "context is 0"),
+        (
+            run(&["generate", &artifact, "--prompt", "a", "--context", "64"]),
+            "--context 64: the artifact has a context of 128; export it with another",
+        ),
+        (
+            run(&["generate", &artifact, "--prompt", "a", "--kv", "q8"]),
+            "--kv q8 does nothing on the evaluator, whose caches are those of the step",
+        ),
+        (
+            run(&["generate", SPARK_TINY, "--prompt", "a", "--runner", "engine", "--kv", "f32"]),
+            "--kv f32 does nothing on the engine",
+        ),
         (run(&["bench", "export", "--runs", "0"]), "--runs 0: an even number is needed"),
         (run(&["bench", "decode", SPARK_TINY, "--chunk", "0"]), "--chunk and --runs: 1 or more"),
         (

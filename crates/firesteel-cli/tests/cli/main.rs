@@ -5,6 +5,7 @@
 mod artifact;
 mod commands;
 mod compile;
+mod fidelity;
 mod generate;
 mod gguf;
 mod golden;
