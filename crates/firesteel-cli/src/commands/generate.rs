@@ -173,6 +173,7 @@ impl Generate {
         }
         let kind = self.runner.unwrap_or(source.default_runner(true));
         let kv = kv_format("--kv", self.kv, kind)?.unwrap_or_default();
+        self.ort.refuse_unused(&[kind])?;
         if let (Some(context), Some(manifest)) = (self.context, source.manifest()) {
             bail!(
                 "--context {context}: the artifact has a context of {}; export it with another, or \

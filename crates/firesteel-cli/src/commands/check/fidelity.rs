@@ -102,6 +102,7 @@ impl FidelityArgs {
             kv_format("--against-kv", self.against_kv, kinds[0])?.unwrap_or(KvFormat::F32),
             kv_format("--kv", self.kv, kinds[1])?.unwrap_or_default(),
         ];
+        args.ort.refuse_unused(&kinds)?;
         let tokenizer = match reference.tokenizer()? {
             Some(tokenizer) => tokenizer,
             None => test.tokenizer()?.context("neither side has a tokenizer for the text")?,
