@@ -1439,7 +1439,10 @@ fn refusals() {
             run(&["generate", SPARK_TINY, "--prompt", "a", "--ort", "lib"]),
             "--ort does nothing, because nothing runs on ONNX Runtime or the emulator of the HTP",
         ),
-        (against(&["--time-limit", "9"]), "--time-limit does nothing, because nothing runs on the emulator"),
+        (
+            against(&["--time-limit", "9"]),
+            "--time-limit does nothing, because nothing runs on the emulator",
+        ),
         (
             run(&["generate", &artifact, "--prompt", "a", "--context", "64"]),
             "--context 64: the artifact has a context of 128; export it with another",

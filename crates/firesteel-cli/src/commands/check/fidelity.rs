@@ -121,13 +121,9 @@ impl FidelityArgs {
         let context = self.sequence.min(ids.len()).max(continued).max(CHUNK);
         let manifest = [reference, test].into_iter().find_map(Source::manifest);
         // Of a prompt nobody wants more than the last logits.
-        let (prompt, all_logits) = match (&self.prompts, &self.text) {
-            (Some(_), None) => (CHUNK, 1),
-            (Some(_), Some(_)) => (CHUNK, CHUNK),
-            (None, _) => (1, CHUNK),
-        };
+        let prompt = if self.prompts.is_some() { CHUNK } else { 1 };
         let mut side = |source: &Source, kind, kv| {
-            let options = DecoderOptions { kind, ort: &args.ort, prompt, all_logits, kv };
+            let options = DecoderOptions { kind, ort: &args.ort, prompt, all_logits: CHUNK, kv };
             source.decoder(&step(source, manifest, context)?, &options, printer)
         };
         let mut left = side(reference, kinds[0], formats[0])?;
