@@ -431,7 +431,7 @@ fn header(
     if tensors.iter().any(|tensor| tensor.format.is_quantized()) {
         metadata.u32("general.quantization_version", QUANTIZATION_VERSION);
     }
-    let mut warnings = metadata.ids(checkpoint.config());
+    let mut warnings = Vec::from_iter(metadata.ids(checkpoint.config()));
     let sampling = SamplingAdvice::of_checkpoint(checkpoint)?;
     for (key, advice) in sampling.values {
         match advice {
