@@ -218,7 +218,8 @@ fn in_folder(folder: &Path, arguments: &[&str], variable: Option<&str>) -> (Valu
     std::fs::create_dir(folder).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_firesteel"));
     command.arg("generate").arg(spark_tiny()).args(["--prompt", "One night a young programmer"]);
-    command.args(["--temperature", "0", "--max-tokens", "8", "--context", "128", "--json"]);
+    command.args(["--temperature", "0", "--max-tokens", "8", "--min-tokens", "8"]);
+    command.args(["--context", "128", "--json"]);
     command.args(arguments).current_dir(folder).env_remove("FIRESTEEL_STEP_STATS_DIR");
     if let Some(directory) = variable {
         command.env("FIRESTEEL_STEP_STATS_DIR", directory);
