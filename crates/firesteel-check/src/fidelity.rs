@@ -45,8 +45,11 @@ pub struct PromptsReport {
     /// Prompts whose whole continuations are equal.
     pub exact: usize,
     /// Prompts that first differ where the reference's two best logits are closer than the tie
-    /// margin: neither exact nor in `kept_prefix`.
+    /// margin: neither exact nor in `exact_share` and `kept_prefix`.
     pub ties: usize,
+    /// Share of prompts whose whole continuations are equal, ties left out; `None` when all are
+    /// ties.
+    pub exact_share: Option<f64>,
     /// Mean share of a continuation before it first differs, ties left out; `None` when all are
     /// ties.
     pub kept_prefix: Option<f64>,
@@ -57,7 +60,7 @@ pub struct PromptsReport {
 /// How prompts are continued.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PromptOptions<'a> {
-    /// Most tokens of a continuation.
+    /// Most tokens of a continuation, from 1.
     pub tokens: usize,
     /// Gap between the reference's two best logits below which a choice is a tie.
     pub tie_margin: f64,
@@ -97,8 +100,8 @@ pub fn compare_text(
             let rest = sequence.len() - at;
             let tokens = reference.chunk(rest).min(test.chunk(rest)).clamp(1, rest);
             let part = &sequence[at..at + tokens];
-            left.run(reference, part)?;
-            right.run(test, part)?;
+            left.run(reference, part, Kept::All)?;
+            right.run(test, part, Kept::All)?;
             meter.add(&left.logits, &right.logits);
             let rows = left.logits.chunks_exact(width).zip(right.logits.chunks_exact(width));
             for (index, (left, right)) in rows.enumerate() {
@@ -146,8 +149,9 @@ pub fn compare_text(
 /// beyond it.
 ///
 /// # Errors
-/// When a prompt is empty or does not fit a context with its continuation, the vocabularies
-/// differ, or one side fails or returns what is not finite.
+/// When there are no prompts or continuations are to have no tokens, a prompt is empty or does not
+/// fit a context with its continuation, the vocabularies differ, or one side fails or returns what
+/// is not finite.
 pub fn compare_prompts(
     reference: &mut dyn Decoder,
     test: &mut dyn Decoder,
@@ -155,28 +159,34 @@ pub fn compare_prompts(
     options: &PromptOptions<'_>,
 ) -> Result<PromptsReport, CheckError> {
     same_vocabulary(reference, test)?;
+    let refuse = |count: usize, problem: String| Err(CheckError::Tokens { count, problem });
+    if prompts.is_empty() || options.tokens == 0 {
+        let problem = "a comparison takes a prompt and a token after it at least";
+        return refuse(prompts.len().min(options.tokens), problem.into());
+    }
+    let context = reference.context().min(test.context());
+    for prompt in prompts {
+        let length = prompt.len();
+        if length == 0 {
+            return refuse(0, "a prompt takes one at least".into());
+        }
+        let fits = length.checked_add(options.tokens).is_some_and(|all| all <= context);
+        if !fits {
+            let tokens = options.tokens;
+            return refuse(
+                length,
+                format!("with {tokens} more they exceed the context of {context}"),
+            );
+        }
+    }
     let width = reference.vocab_size();
     let (mut left, mut right) = (Rows::default(), Rows::default());
-    let mut report =
-        PromptsReport { prompts: prompts.len(), exact: 0, ties: 0, kept_prefix: None, tokens: 0 };
-    let mut kept = 0.0;
+    let (mut exact, mut ties, mut tokens, mut kept) = (0usize, 0usize, 0usize, 0.0);
     for prompt in prompts {
-        let problem = match prompt.len() {
-            0 => Some("a prompt takes one at least".to_owned()),
-            length => {
-                let context = reference.context().min(test.context());
-                (length + options.tokens > context).then(|| {
-                    format!("with {} more they exceed the context of {context}", options.tokens)
-                })
-            }
-        };
-        if let Some(problem) = problem {
-            return Err(CheckError::Tokens { count: prompt.len(), problem });
-        }
         reference.clear();
         test.clear();
-        left.run(reference, prompt)?;
-        right.run(test, prompt)?;
+        left.run(reference, prompt, Kept::Last)?;
+        right.run(test, prompt, Kept::Last)?;
         let (mut count, mut same, mut differs) = (0usize, 0usize, None);
         while count < options.tokens {
             let Some(row) = left.last(width) else { break };
@@ -192,23 +202,30 @@ pub fn compare_prompts(
             if options.ends.contains(&choice) || count == options.tokens {
                 break;
             }
-            left.run(reference, &[choice])?;
+            left.run(reference, &[choice], Kept::Last)?;
             if differs.is_none() {
-                right.run(test, &[choice])?;
+                right.run(test, &[choice], Kept::Last)?;
             }
         }
-        report.tokens += count;
+        tokens += count;
         match differs {
-            Some(gap) if gap < options.tie_margin => report.ties += 1,
+            Some(gap) if gap < options.tie_margin => ties += 1,
             differs => {
-                report.exact += usize::from(differs.is_none());
+                exact += usize::from(differs.is_none());
                 kept += same as f64 / count.max(1) as f64;
             }
         }
     }
-    let counted = report.prompts - report.ties;
-    report.kept_prefix = (counted > 0).then(|| kept / counted as f64);
-    Ok(report)
+    let counted = prompts.len() - ties;
+    let share = |sum: f64| (counted > 0).then(|| sum / counted as f64);
+    Ok(PromptsReport {
+        prompts: prompts.len(),
+        exact,
+        ties,
+        exact_share: share(exact as f64),
+        kept_prefix: share(kept),
+        tokens,
+    })
 }
 
 fn same_vocabulary(reference: &dyn Decoder, test: &dyn Decoder) -> Result<(), CheckError> {
@@ -225,6 +242,13 @@ fn same_vocabulary(reference: &dyn Decoder, test: &dyn Decoder) -> Result<(), Ch
     })
 }
 
+/// The tokens of a run whose logits are kept.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kept {
+    All,
+    Last,
+}
+
 /// Logits of the tokens run last, and room to make them.
 #[derive(Default)]
 struct Rows {
@@ -238,15 +262,26 @@ impl Rows {
         self.logits.rchunks_exact(width).next()
     }
 
-    /// Runs and keeps `ids`; the logits become those of every one of them.
-    fn run(&mut self, decoder: &mut dyn Decoder, mut ids: &[u32]) -> Result<(), CheckError> {
+    /// Runs `ids` and commits them; the logits become those of `kept`, and no others are asked for.
+    fn run(
+        &mut self,
+        decoder: &mut dyn Decoder,
+        mut ids: &[u32],
+        kept: Kept,
+    ) -> Result<(), CheckError> {
         self.logits.clear();
         while !ids.is_empty() {
             let position = decoder.position();
-            let chunk = decoder.chunk(ids.len()).clamp(1, ids.len());
-            let chunk = if decoder.gives_all_logits(chunk) { chunk } else { 1 };
-            let wanted = if chunk == 1 { Wanted::Last } else { Wanted::All };
+            let mut chunk = decoder.chunk(ids.len()).clamp(1, ids.len());
+            if kept == Kept::All && !decoder.gives_all_logits(chunk) {
+                chunk = 1;
+            }
             let (now, later) = ids.split_at(chunk);
+            let wanted = match kept {
+                Kept::Last if !later.is_empty() => Wanted::Nothing,
+                Kept::All if chunk > 1 => Wanted::All,
+                Kept::All | Kept::Last => Wanted::Last,
+            };
             let mut step = || -> Result<(), RunnerError> {
                 decoder.forward(now, wanted, &mut self.part)?;
                 if let Some(index) = self.part.iter().position(|logit| !logit.is_finite()) {
@@ -276,11 +311,12 @@ mod tests {
         context: usize,
         position: usize,
         pending: usize,
+        asked: Vec<Wanted>,
     }
 
     fn table(name: &'static str, rows: &[&[f32]]) -> Table {
         let rows = rows.iter().map(|row| row.to_vec()).collect();
-        Table { name, rows, context: 16, position: 0, pending: 0 }
+        Table { name, rows, context: 16, position: 0, pending: 0, asked: Vec::new() }
     }
 
     impl Decoder for Table {
@@ -316,7 +352,12 @@ mod tests {
         ) -> Result<(), RunnerError> {
             assert!(self.position + ids.len() <= self.context);
             self.pending = ids.len();
-            let ids = if wanted == Wanted::Last { &ids[ids.len() - 1..] } else { ids };
+            self.asked.push(wanted);
+            let ids = match wanted {
+                Wanted::Nothing => &[],
+                Wanted::Last => &ids[ids.len() - 1..],
+                Wanted::All => ids,
+            };
             logits.clear();
             ids.iter().for_each(|id| logits.extend(&self.rows[*id as usize]));
             Ok(())
@@ -385,11 +426,31 @@ mod tests {
         };
         let exact = check(0, &chain[0]);
         assert_eq!((exact.prompts, exact.exact, exact.ties, exact.tokens), (2, 2, 0, 5));
-        assert_eq!(exact.kept_prefix, Some(1.0));
+        assert_eq!((exact.exact_share, exact.kept_prefix), (Some(1.0), Some(1.0)));
         let parted = check(1, &early);
-        assert_eq!((parted.exact, parted.ties, parted.kept_prefix), (1, 0, Some(0.625)));
+        assert_eq!((parted.exact, parted.ties), (1, 0));
+        assert_eq!((parted.exact_share, parted.kept_prefix), (Some(0.5), Some(0.625)));
         let tied = check(2, &late);
-        assert_eq!((tied.exact, tied.ties, tied.kept_prefix), (1, 1, Some(1.0)));
+        assert_eq!((tied.exact, tied.ties), (1, 1));
+        assert_eq!((tied.exact_share, tied.kept_prefix), (Some(1.0), Some(1.0)));
+        let mut changed = rows.clone();
+        changed[2] = &late;
+        let mut test = table("b", &changed);
+        let all = compare_prompts(&mut reference, &mut test, &[vec![0]], &options).unwrap();
+        assert_eq!((all.ties, all.exact_share, all.kept_prefix), (1, None, None));
+    }
+
+    #[test]
+    fn of_a_prompt_only_the_last_logits_are_asked_for() {
+        let rows: [&[f32]; 2] = [&[0.0, 1.0], &[1.0, 0.0]];
+        let (mut reference, mut test) = (table("a", &rows), table("b", &rows));
+        let options = PromptOptions { tokens: 2, tie_margin: 0.05, ends: &[] };
+        let prompts = [vec![0; 7]];
+        compare_prompts(&mut reference, &mut test, &prompts, &options).unwrap();
+        // Seven tokens in chunks of two, and the first token of the continuation.
+        let (nothing, last) = (Wanted::Nothing, Wanted::Last);
+        let asked = [nothing, nothing, nothing, last, last];
+        assert_eq!((&reference.asked[..], &test.asked[..]), (&asked[..], &asked[..]));
     }
 
     #[test]
@@ -417,5 +478,14 @@ mod tests {
         assert_eq!(prompt(vec![]), "0 tokens given, but a prompt takes one at least");
         let long = "9 tokens given, but with 8 more they exceed the context of 16";
         assert_eq!(prompt(vec![0; 9]), long);
+        let mut tokens = |tokens: usize, prompts: &[Vec<u32>]| {
+            let options = PromptOptions { tokens, ..options.clone() };
+            compare_prompts(&mut two, &mut other, prompts, &options).unwrap_err().to_string()
+        };
+        let none = "0 tokens given, but a comparison takes a prompt and a token after it at least";
+        assert_eq!(tokens(0, &[vec![0]]), none);
+        assert_eq!(tokens(8, &[]), none);
+        let most = format!("1 tokens given, but with {} more they exceed", usize::MAX);
+        assert!(tokens(usize::MAX, &[vec![0]]).starts_with(&most));
     }
 }

@@ -35,7 +35,7 @@ pub use config::{LayerKind, ModelConfig, Rope};
 pub use error::CheckpointError;
 pub use gguf::{
     Effects, Formats, Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer,
-    GgufValue, Importance, QuantizedTensor, Raised, allocate, write_gguf,
+    GgufValue, Importance, QuantizedTensor, Raised, allocate, can_raise, write_gguf,
 };
 pub use map::{FileIdentity, MappedFile, watch_lost_pages};
 pub use mistaken::mistaken_file;

@@ -7,11 +7,12 @@ mod common;
 use common::{Failures, GOLDEN, Model, SPARK_TINY, Stored, all_values, values, weights};
 use firesteel_checkpoint::{
     Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, GgufValue, Head, RandomWeights,
-    WeightFormat, allocate, preset, write_gguf,
+    WeightFormat, allocate, can_raise, preset, write_gguf,
 };
 use firesteel_tensor::DType;
 use half::f16;
 use safetensors::Dtype;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -210,35 +211,167 @@ fn tokenizers_come_from_the_folder() {
     // Merges as text, a template in the config, ids that no token has.
     let dir = tempfile::tempdir().unwrap();
     Model::tiny().write(dir.path());
-    let tokenizer = |text: &str| {
-        std::fs::write(dir.path().join("tokenizer.json"), text).unwrap();
+    let tokenizer = |path: &str, value: Value| {
+        let mut json = small_tokenizer();
+        if !path.is_empty() {
+            let (parent, key) = path.rsplit_once('/').unwrap();
+            json.pointer_mut(parent).unwrap()[key] = value;
+        }
+        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
         GgufTokenizer::of_checkpoint(&Checkpoint::open(dir.path()).unwrap())
             .map(Option::unwrap)
             .map_err(|e| e.to_string())
     };
-    let model = r#""model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2,"<s>":3},"merges":["a b"]}"#;
-    let added = r#""added_tokens":[{"id":3,"content":"<s>","special":true}]"#;
-    std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"chat_template":"{{x}}"}"#)
-        .unwrap();
-    let read = tokenizer(&format!("{{{added},{model}}}")).unwrap();
+    let config = dir.path().join("tokenizer_config.json");
+    std::fs::write(&config, r#"{"chat_template":"{{x}}"}"#).unwrap();
+    let read = tokenizer("", Value::Null).unwrap();
     assert_eq!(read.tokens[..5], ["a", "b", "ab", "<s>", "[PAD4]"]);
     assert_eq!((read.token_types[..5].to_vec(), read.tokens.len()), (vec![1, 1, 1, 3, 5], 320));
-    assert_eq!((read.merges, read.chat_template.as_deref()), (vec!["a b".into()], Some("{{x}}")));
+    assert_eq!(read.merges, ["a b"]);
+    assert_eq!((read.chat_template.as_deref(), read.add_bos), (Some("{{x}}"), false));
+
+    // A template with the token that begins a sequence, and what changes no token.
+    let begin = |id: u32| {
+        let (token, text) =
+            (json!({"SpecialToken": {"id": "<s>"}}), json!({"Sequence": {"id": "A"}}));
+        let special = json!({"<s>": {"id": "<s>", "ids": [id], "tokens": ["<s>"]}});
+        json!({"type": "TemplateProcessing", "single": [token, text], "special_tokens": special})
+    };
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false});
+    let both = json!({"type": "Sequence", "processors": [bytes, begin(BOS)]});
+    for (path, value, add_bos) in [
+        ("/post_processor", Value::Null, false),
+        ("/post_processor", bytes.clone(), false),
+        ("/post_processor", begin(BOS), true),
+        ("/post_processor", both, true),
+        ("/normalizer", json!({"type": "Sequence", "normalizers": []}), false),
+        ("/model/ignore_merges", json!(false), false),
+        ("/model/continuing_subword_prefix", json!(""), false),
+        ("/pre_tokenizer/pretokenizers/4/trim_offsets", json!(false), false),
+    ] {
+        assert_eq!(tokenizer(path, value.clone()).unwrap().add_bos, add_bos, "{path}: {value}");
+    }
 
     let mut failures = Failures::default();
-    for (case, text, part) in [
+    let split = "the splits, digits and bytes of Spark-X2.5, which is what";
+    for (path, value, part) in [
+        ("/model/vocab/ab", json!(320), "token \"ab\" has id 320; accepted: below vocab_size"),
+        ("/model/type", json!("Unigram"), "model.type is \"Unigram\"; accepted: \"BPE\""),
+        ("/model/merges", json!([3]), "not the tokenizer.json of a byte-level BPE"),
+        ("/model/ignore_merges", json!(true), "model.ignore_merges is true; accepted: none"),
+        ("/model/end_of_word_suffix", json!("</w>"), "model.end_of_word_suffix is \"</w>\""),
+        ("/model/dropout", json!(0.1), "model.dropout is 0.1; accepted: none"),
+        ("/normalizer", json!({"type": "NFC"}), "normalizer is {\"type\":\"NFC\"}; accepted: none"),
+        ("/pre_tokenizer", Value::Null, "pre_tokenizer is missing; accepted: the splits"),
+        ("/pre_tokenizer/pretokenizers/0/pattern", json!({"Regex": "\\d"}), split),
+        ("/pre_tokenizer/pretokenizers/1/behavior", json!("Removed"), split),
+        ("/pre_tokenizer/pretokenizers/3/individual_digits", json!(false), split),
+        ("/pre_tokenizer/pretokenizers/4/add_prefix_space", json!(true), split),
         (
-            "id",
-            model.replace(":2,", ":320,"),
-            "token \"ab\" has id 320; accepted: below vocab_size",
+            "/post_processor",
+            begin(BOS + 1),
+            "accepted: none, ByteLevel, or a template with no more",
         ),
-        ("kind", model.replace("BPE", "Unigram"), "model.type is \"Unigram\"; accepted: \"BPE\""),
-        ("merges", model.replace("[\"a b\"]", "[3]"), "not the tokenizer.json of a byte-level BPE"),
+        ("/post_processor", json!({"type": "BertProcessing"}), "post_processor is {\"type\":"),
     ] {
-        let result = tokenizer(&format!("{{{text}}}"));
-        failures.expect_error(case, result, &["tokenizer.json: ", part]);
+        let case = format!("{path}: {value}");
+        failures.expect_error(&case, tokenizer(path, value), &["tokenizer.json: ", part]);
     }
+    std::fs::write(&config, r#"{"chat_template":[{"name":"tools","template":"x"}]}"#).unwrap();
+    let part = "tokenizer_config.json: chat_template is [{\"name\":\"tools\",\"template\":\"x\"}]; \
+                accepted: a text, or a list with a template named default";
+    failures.expect_error("templates", tokenizer("", Value::Null), &[part]);
     failures.finish();
+}
+
+/// Id that begins a sequence of the small model.
+const BOS: u32 = 0;
+
+/// A tokenizer of four tokens that splits texts as the trained one does.
+fn small_tokenizer() -> Value {
+    let trained = std::fs::read(Path::new(SPARK_TINY).join("tokenizer.json")).unwrap();
+    let trained: Value = serde_json::from_slice(&trained).unwrap();
+    json!({
+        "added_tokens": [{"id": 3, "content": "<s>", "special": true}],
+        "pre_tokenizer": trained["pre_tokenizer"],
+        "model": {
+            "type": "BPE",
+            "vocab": {"a": 0, "b": 1, "ab": 2, "<s>": 3},
+            "merges": ["a b"],
+        },
+    })
+}
+
+#[test]
+fn what_has_no_place_in_the_file_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    Model::tiny().write(dir.path());
+    let write = |name: &str, json: &Value| {
+        std::fs::write(dir.path().join(name), json.to_string()).unwrap();
+    };
+    let told = || written(&Checkpoint::open(dir.path()).unwrap(), GgufOptions::new(F32)).2.warnings;
+    write("tokenizer.json", &small_tokenizer());
+    assert_eq!(told(), Vec::<String>::new());
+    // Neutral values, and keys that say nothing of the text.
+    let neutral = json!({
+        "eos_token_id": [1, 2, 3], "do_sample": true, "temperature": 0.5, "top_k": 3, "top_p": 0.5,
+        "min_p": 0.1, "repetition_penalty": 1.1, "num_beams": 1, "bad_words_ids": [],
+        "min_new_tokens": 0, "typical_p": null, "transformers_version": "4.57.1",
+    });
+    write("generation_config.json", &neutral);
+    assert_eq!(told(), Vec::<String>::new());
+    let config = json!({
+        "eos_token_id": [1, 2, 3, 42, 43], "bad_words_ids": [[3], [4, 5]], "min_new_tokens": 2,
+        "typical_p": 0.5, "num_beams": 4,
+    });
+    write("generation_config.json", &config);
+    let mut tokenizer = small_tokenizer();
+    tokenizer["added_tokens"][0]["lstrip"] = json!(true);
+    write("tokenizer.json", &tokenizer);
+    let [first, second] = ["default", "tools"].map(|name| json!({"name": name, "template": "x"}));
+    write("tokenizer_config.json", &json!({"chat_template": [second, first]}));
+    let place = "has no place in a GGUF file";
+    let expected = [
+        "eos_token_id 42, 43 is not in the file, which has places for 3 ids; a text does not end \
+         there"
+            .to_owned(),
+        format!("generation_config.json: bad_words_ids = [[3],[4,5]] {place}"),
+        format!("generation_config.json: min_new_tokens = 2 {place}"),
+        format!("generation_config.json: typical_p = 0.5 {place}"),
+        format!("generation_config.json: num_beams = 4 {place}"),
+        format!("tokenizer.json: lstrip = true of the added token \"<s>\" {place}"),
+        "tokenizer_config.json: the chat template \"tools\" is not in the file".to_owned(),
+    ];
+    assert_eq!(told(), expected);
+    // A file of llama.cpp has all that a file of ours has.
+    let theirs = Checkpoint::open(&golden("q8_0")).unwrap();
+    assert_eq!(written(&theirs, GgufOptions::new(F16)).2.warnings, Vec::<String>::new());
+}
+
+#[test]
+fn the_file_type_tells_a_mix_from_one_format() {
+    let exact = spark_tiny();
+    let down = |name: &str, format| name.contains("down_proj").then_some(format);
+    let q6_k = |name: &str| down(name, WeightFormat::Q6K);
+    let q4_0 = |name: &str| down(name, WeightFormat::Q4_0);
+    let q4_k = GgufOptions::new(WeightFormat::Q4K);
+    // The values of llama.h: MOSTLY_Q4_K_S is 14, MOSTLY_Q4_K_M is 15.
+    for (options, expected) in [
+        (GgufOptions::new(F32), 0),
+        (GgufOptions::new(F16), 1),
+        (GgufOptions::new(BF16), 32),
+        (GgufOptions::new(WeightFormat::Q4_0), 2),
+        (GgufOptions::new(WeightFormat::Q8_0), 7),
+        (GgufOptions::new(WeightFormat::Q6K), 18),
+        (q4_k, 14),
+        (GgufOptions { head: Some(WeightFormat::Q6K), ..q4_k }, 14),
+        (GgufOptions { formats: Some(&q4_0), ..q4_k }, 14),
+        (GgufOptions { formats: Some(&q6_k), ..q4_k }, 15),
+    ] {
+        let (_dir, ours, _) = written(&exact, options);
+        let found = ours.gguf().unwrap().get("general.file_type").unwrap().as_u64();
+        assert_eq!(found, Some(expected), "{options:?}");
+    }
 }
 
 #[test]
@@ -341,6 +474,9 @@ fn bits_go_where_they_remove_most_harm() {
     assert!(raised.iter().all(|raised| raised.name != down && raised.to == WeightFormat::Q8_0));
     assert!(raised.iter().any(|raised| raised.name == head));
     assert_eq!(allocate(&exact, &plain, bits(&before), &harmful).unwrap(), []);
+    let raisable: Vec<WeightFormat> =
+        [F32, F16, BF16].into_iter().chain(BLOCKS).filter(|format| can_raise(*format)).collect();
+    assert_eq!(raisable, [WeightFormat::Q4_0, WeightFormat::Q4K, WeightFormat::Q6K]);
     let error = allocate(&exact, &plain, 4.0, &harmful).unwrap_err().to_string();
     assert!(error.starts_with("4 bits for each weight are too few: the formats asked"), "{error}");
     for bits in [f64::NAN, -1.0] {

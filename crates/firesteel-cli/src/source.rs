@@ -52,6 +52,27 @@ pub(crate) struct OrtArgs {
 }
 
 impl OrtArgs {
+    /// Refuses what none of these runners has a use for.
+    pub(crate) fn refuse_unused(&self, kinds: &[RunnerKind]) -> anyhow::Result<()> {
+        use RunnerKind::{Htp, Ort};
+        let given: [(&str, bool, &[RunnerKind]); 3] = [
+            ("--ort", self.ort.is_some(), &[Ort, Htp]),
+            ("--memory-limit", self.memory_limit.is_some(), &[Htp]),
+            ("--time-limit", self.time_limit.is_some(), &[Htp]),
+        ];
+        for (option, _, users) in given.into_iter().filter(|(_, given, _)| *given) {
+            if !kinds.iter().any(|kind| users.contains(kind)) {
+                let users: Vec<&str> = users.iter().map(|kind| name(*kind)).collect();
+                bail!(
+                    "{option} does nothing, because nothing runs on {}; leave it out, or choose \
+                     such a runner",
+                    users.join(" or ")
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// The limits of a process that compiles or emulates.
     pub(crate) fn limits(&self) -> Limits {
         let free = || free_memory().map_or(u64::MAX, |free| free / 10 * 9);
@@ -376,6 +397,24 @@ pub(crate) fn read_chats(path: &Path) -> anyhow::Result<Vec<Conversation>> {
             })
         })
         .collect()
+}
+
+/// What `option` says of keys and values, which only the CPU's kernels store in a format of their
+/// own.
+pub(crate) fn kv_format(
+    option: &str,
+    given: Option<KvFormat>,
+    kind: RunnerKind,
+) -> anyhow::Result<Option<KvFormat>> {
+    if let Some(format) = given.filter(|_| kind != RunnerKind::Cpu) {
+        bail!(
+            "{option} {} does nothing on {}, whose caches are those of the step; leave it out, or \
+             run a checkpoint on the cpu runner",
+            format.name(),
+            name(kind)
+        );
+    }
+    Ok(given)
 }
 
 fn name(kind: RunnerKind) -> &'static str {

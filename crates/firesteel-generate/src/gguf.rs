@@ -32,20 +32,6 @@ const SHOWN: usize = 60;
 /// looks for them takes a long time to build for many megabytes.
 const MAX_ADDED_BYTES: usize = 1 << 20;
 
-/// The patterns that the pre-tokenizer `spark2_5` splits at, one after the other, as in the
-/// tokenizer.json of the model.
-const SPARK_SPLITS: [&str; 3] = [
-    r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    concat!(
-        r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"##,
-        "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|",
-        r" ?[\p{P}\p{S}]+|",
-        "[\r\n]|",
-        r"\s+(?!\S)|\s+",
-    ),
-];
-
 /// A view of a file's tokenizer that names the file in errors.
 pub(crate) struct GgufSource<'a> {
     pub(crate) tokenizer: &'a GgufTokenizer,
@@ -107,7 +93,7 @@ impl<'a> GgufSource<'a> {
 
     fn spark_pre_tokenizer(&self) -> Result<Sequence, GenerateError> {
         let mut steps = Vec::new();
-        for regex in SPARK_SPLITS {
+        for regex in GgufTokenizer::SPARK_SPLITS {
             let pattern = SplitPattern::Regex(regex.into());
             let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
                 .map_err(|error| self.failed(error.to_string()))?;

@@ -28,6 +28,14 @@ pub struct Raised {
     pub harm: [f64; 2],
 }
 
+/// Whether [`allocate`] knows a larger format than `format`.
+pub fn can_raise(format: WeightFormat) -> bool {
+    let larger = |than: WeightFormat, other: WeightFormat| {
+        other.block_bytes() * than.block_elements() > than.block_bytes() * other.block_elements()
+    };
+    format.is_quantized() && STEPS.into_iter().any(|step| larger(format, step))
+}
+
 /// What harm an error does, by the name of the weight: the factor of the expected squared error of
 /// the product.
 pub type Effects<'a> = &'a (dyn Fn(&str) -> Option<f64> + Sync);

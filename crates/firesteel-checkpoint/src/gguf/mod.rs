@@ -13,7 +13,7 @@ mod sampling;
 mod tokenizer;
 mod write;
 
-pub use allocate::{Effects, Raised, allocate};
+pub use allocate::{Effects, Raised, allocate, can_raise};
 pub(crate) use config::read_config;
 pub(crate) use names::stored_name;
 pub use tokenizer::GgufTokenizer;

@@ -2,10 +2,10 @@
 
 use super::config::{BOS, EOS, PADDING, Reader};
 use super::{Gguf, GgufValue};
-use crate::json::{parse_object, read_bounded};
+use crate::json::{parse_object, read_bounded, shorten};
 use crate::{Checkpoint, CheckpointError};
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -61,6 +61,19 @@ impl GgufTokenizer {
     pub const USER_DEFINED: i32 = 4;
     /// Type of an id without a token.
     pub const UNUSED: i32 = 5;
+    /// The patterns that the pre-tokenizer `spark2_5` splits at, one after the other, as in the
+    /// tokenizer.json of the model. Single digits and bytes follow.
+    pub const SPARK_SPLITS: [&str; 3] = [
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        concat!(
+            r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"##,
+            "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|",
+            r" ?[\p{P}\p{S}]+|",
+            "[\r\n]|",
+            r"\s+(?!\S)|\s+",
+        ),
+    ];
 
     /// The tokenizer of a file; `None` when it has none.
     ///
@@ -118,10 +131,25 @@ impl GgufTokenizer {
     /// `None` when there is neither.
     ///
     /// # Errors
-    /// When there is one that cannot be used.
+    /// When there is one that cannot be used, or one that makes other tokens of a text than the
+    /// metadata would say.
     pub fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Option<Self>, CheckpointError> {
+        Ok(Described::of_checkpoint(checkpoint)?.map(|described| described.tokenizer))
+    }
+}
+
+/// A tokenizer as the metadata describes it, and what they have no place for.
+pub(super) struct Described {
+    pub(super) tokenizer: GgufTokenizer,
+    pub(super) warnings: Vec<String>,
+}
+
+impl Described {
+    /// See [`GgufTokenizer::of_checkpoint`].
+    pub(super) fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Option<Self>, CheckpointError> {
         if checkpoint.gguf().is_some() {
-            return checkpoint.gguf_tokenizer();
+            let tokenizer = checkpoint.gguf_tokenizer()?;
+            return Ok(tokenizer.map(|tokenizer| Self { tokenizer, warnings: Vec::new() }));
         }
         let Some(path) = checkpoint.side_file("tokenizer.json")? else { return Ok(None) };
         let text = read_bounded(&path, MAX_FILE_BYTES)?;
@@ -133,8 +161,10 @@ impl GgufTokenizer {
         let (tokens, token_types) = json
             .tokens(config.vocab_size)
             .map_err(|reason| CheckpointError::Json { file: path.clone(), reason })?;
+        let add_bos = json.described(&path, config.bos_token_id)?;
+        let mut warnings = json.unplaced();
         let merges = json.model.merges.into_iter().map(Merge::into_text).collect();
-        Ok(Some(Self {
+        let tokenizer = GgufTokenizer {
             model: "gpt2".into(),
             pre: Some(SPARK_PRE.into()),
             tokens,
@@ -143,9 +173,10 @@ impl GgufTokenizer {
             bos: config.bos_token_id,
             eos: config.eos_token_ids.first().copied(),
             pad: config.pad_token_id,
-            add_bos: false,
-            chat_template: chat_template(checkpoint)?,
-        }))
+            add_bos,
+            chat_template: chat_template(checkpoint, &mut warnings)?,
+        };
+        Ok(Some(Self { tokenizer, warnings }))
     }
 }
 
@@ -154,6 +185,12 @@ impl GgufTokenizer {
 struct TokenizerJson {
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    post_processor: Value,
     model: BpeModel,
 }
 
@@ -162,6 +199,12 @@ struct AddedToken {
     id: usize,
     content: String,
     special: bool,
+    #[serde(default)]
+    single_word: bool,
+    #[serde(default)]
+    lstrip: bool,
+    #[serde(default)]
+    rstrip: bool,
 }
 
 #[derive(Deserialize)]
@@ -170,6 +213,14 @@ struct BpeModel {
     kind: String,
     vocab: HashMap<String, usize>,
     merges: Vec<Merge>,
+    #[serde(default)]
+    dropout: Value,
+    #[serde(default)]
+    continuing_subword_prefix: Value,
+    #[serde(default)]
+    end_of_word_suffix: Value,
+    #[serde(default)]
+    ignore_merges: Value,
 }
 
 #[derive(Deserialize)]
@@ -212,9 +263,134 @@ impl TokenizerJson {
         });
         Ok(filled.unzip())
     }
+
+    /// Refuses a tokenizer that makes other tokens of a text than a file with [`SPARK_PRE`] does.
+    /// Returns whether a sequence begins with `bos`.
+    fn described(&self, path: &Path, bos: Option<u32>) -> Result<bool, CheckpointError> {
+        let refuse = |key: &str, value: &Value, accepted: &str| CheckpointError::Config {
+            file: path.into(),
+            key: key.into(),
+            value: if value.is_null() {
+                "missing".into()
+            } else {
+                shorten(&value.to_string()).into()
+            },
+            accepted: format!(
+                "{accepted}, which is what a GGUF file of this architecture stands for; move \
+                 tokenizer.json away to write one without a tokenizer"
+            ),
+        };
+        let empty = |value: &Value| {
+            value.as_array().is_some_and(Vec::is_empty) || value.as_str().is_some_and(str::is_empty)
+        };
+        if !self.normalizer.is_null() && !self.normalizer.get("normalizers").is_some_and(empty) {
+            return Err(refuse("normalizer", &self.normalizer, "none"));
+        }
+        if without_offsets(&self.pre_tokenizer) != spark_pre_tokenizer() {
+            let accepted = "the splits, digits and bytes of Spark-X2.5";
+            return Err(refuse("pre_tokenizer", &self.pre_tokenizer, accepted));
+        }
+        let BpeModel { dropout, continuing_subword_prefix, end_of_word_suffix, .. } = &self.model;
+        for (key, value) in [
+            ("model.dropout", dropout),
+            ("model.continuing_subword_prefix", continuing_subword_prefix),
+            ("model.end_of_word_suffix", end_of_word_suffix),
+            ("model.ignore_merges", &self.model.ignore_merges),
+        ] {
+            let neutral = value.is_null() || *value == json!(false) || empty(value);
+            if !neutral && value.as_f64() != Some(0.0) {
+                return Err(refuse(key, value, "none"));
+            }
+        }
+        adds_bos(&self.post_processor, bos).ok_or_else(|| {
+            let accepted = "none, ByteLevel, or a template with no more than the bos token before";
+            refuse("post_processor", &self.post_processor, accepted)
+        })
+    }
+
+    /// How added tokens are found, as far as the metadata has no place for it.
+    fn unplaced(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for token in &self.added_tokens {
+            let settings = [
+                ("single_word", token.single_word),
+                ("lstrip", token.lstrip),
+                ("rstrip", token.rstrip),
+            ];
+            for (key, _) in settings.into_iter().filter(|(_, given)| *given) {
+                warnings.push(format!(
+                    "tokenizer.json: {key} = true of the added token {:?} has no place in a GGUF file",
+                    shorten(&token.content)
+                ));
+            }
+        }
+        warnings
+    }
 }
 
-fn chat_template(checkpoint: &Checkpoint) -> Result<Option<String>, CheckpointError> {
+/// What tokenizer.json says where a GGUF file says [`SPARK_PRE`], without the key that only changes
+/// where tokens are said to be in the text.
+fn spark_pre_tokenizer() -> Value {
+    let [numbers, ideographs, words] = GgufTokenizer::SPARK_SPLITS.map(|regex| {
+        json!({
+            "type": "Split",
+            "pattern": {"Regex": regex},
+            "behavior": "Isolated",
+            "invert": false,
+        })
+    });
+    let digits = json!({"type": "Digits", "individual_digits": true});
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false});
+    json!({"type": "Sequence", "pretokenizers": [numbers, ideographs, words, digits, bytes]})
+}
+
+fn without_offsets(pre_tokenizer: &Value) -> Value {
+    let mut value = pre_tokenizer.clone();
+    let steps = value.get_mut("pretokenizers").and_then(Value::as_array_mut);
+    for step in steps.into_iter().flatten().filter_map(Value::as_object_mut) {
+        step.remove("trim_offsets");
+    }
+    value
+}
+
+/// Whether a post-processor puts `bos` before a text; `None` where it puts anything else around it.
+fn adds_bos(post_processor: &Value, bos: Option<u32>) -> Option<bool> {
+    if post_processor.is_null() {
+        return Some(false);
+    }
+    match post_processor.get("type")?.as_str()? {
+        "ByteLevel" => Some(false),
+        "Sequence" => {
+            let mut adds = false;
+            for part in post_processor.get("processors")?.as_array()? {
+                let part = adds_bos(part, bos)?;
+                if adds && part {
+                    return None;
+                }
+                adds |= part;
+            }
+            Some(adds)
+        }
+        "TemplateProcessing" => match post_processor.get("single")?.as_array()?.as_slice() {
+            [text] => text.get("Sequence").map(|_| false),
+            [token, text] => {
+                text.get("Sequence")?;
+                let name = token.get("SpecialToken")?.get("id")?.as_str()?;
+                let token = post_processor.get("special_tokens")?.get(name)?;
+                let [id] = token.get("ids")?.as_array()?.as_slice() else { return None };
+                (id.as_u64() == Some(bos?.into())).then_some(true)
+            }
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// The template that is used without a name; `warnings` get the names of others.
+fn chat_template(
+    checkpoint: &Checkpoint,
+    warnings: &mut Vec<String>,
+) -> Result<Option<String>, CheckpointError> {
     let read = |path: &Path| read_bounded(path, super::MAX_STRING_BYTES as u64);
     if let Some(path) = checkpoint.side_file("chat_template.jinja")? {
         let text = String::from_utf8(read(&path)?)
@@ -223,8 +399,29 @@ fn chat_template(checkpoint: &Checkpoint) -> Result<Option<String>, CheckpointEr
     }
     let Some(path) = checkpoint.side_file("tokenizer_config.json")? else { return Ok(None) };
     let text = read_bounded(&path, MAX_FILE_BYTES)?;
-    let template = parse_object(&path, &text)?.remove("chat_template");
-    Ok(template.as_ref().and_then(Value::as_str).map(str::to_owned))
+    let value = match parse_object(&path, &text)?.remove("chat_template") {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::String(template)) => return Ok(Some(template)),
+        Some(value) => value,
+    };
+    let (named, others): (Vec<&Value>, Vec<&Value>) = (value.as_array().into_iter().flatten())
+        .partition(|entry| entry.get("name").and_then(Value::as_str) == Some("default"));
+    if let Some(template) = named.first().and_then(|entry| entry.get("template")?.as_str()) {
+        warnings.extend(others.into_iter().map(|entry| {
+            let name = entry.get("name").map_or_else(|| "null".into(), Value::to_string);
+            format!(
+                "tokenizer_config.json: the chat template {} is not in the file",
+                shorten(&name)
+            )
+        }));
+        return Ok(Some(template.to_owned()));
+    }
+    Err(CheckpointError::Config {
+        file: path,
+        key: "chat_template".into(),
+        value: shorten(&value.to_string()).into(),
+        accepted: "a text, or a list with a template named default".into(),
+    })
 }
 
 fn string(reader: &Reader<'_>, key: &str) -> Result<Option<String>, CheckpointError> {

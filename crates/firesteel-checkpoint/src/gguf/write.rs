@@ -5,9 +5,9 @@ use super::config::{
     FILE_TYPE, HEAD_COUNT, HEAD_COUNT_KV, KEY_LENGTH, OTHER_ENDS, PADDING, RMS_EPSILON, ROPE_BASE,
     ROPE_DIMS, SLIDING_WINDOW, SLIDING_WINDOW_PATTERN, VALUE_LENGTH, VOCAB_SIZE,
 };
-use super::sampling::{Advice, sampling_advice};
+use super::sampling::{Advice, SAMPLING, SamplingAdvice};
 use super::tokenizer::{
-    ADD_BOS, CHAT_TEMPLATE, MERGES, MODEL, NO_TOKENIZER, PRE, TOKEN_TYPES, TOKENS,
+    ADD_BOS, CHAT_TEMPLATE, Described, MERGES, MODEL, NO_TOKENIZER, PRE, TOKEN_TYPES, TOKENS,
 };
 use super::{DEFAULT_ALIGNMENT, FORMATS, Gguf, GgufTokenizer, MAGIC, Type, stored_name};
 use crate::blocks::dequantize;
@@ -18,7 +18,7 @@ use crate::{
 };
 use firesteel_tensor::DType;
 use rayon::prelude::*;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -76,6 +76,8 @@ pub struct GgufReport {
     pub tensors: Vec<QuantizedTensor>,
     /// Bytes of the file.
     pub bytes: u64,
+    /// What the checkpoint says and the file has no place for, as name and value.
+    pub warnings: Vec<String>,
 }
 
 /// A tensor that was written.
@@ -103,16 +105,18 @@ const CHUNK: usize = 1 << 19;
 const QUANTIZATION_VERSION: u32 = 2;
 
 /// Writes `checkpoint` as a GGUF file that llama.cpp reads as well, with the tokenizer of
-/// [`GgufTokenizer::of_checkpoint`] and the advice on sampling of generation_config.json. Of the end-of-sequence ids three have a place in the format,
-/// and any more are left out. Weights are converted in parallel and never held as a whole; equal
-/// inputs give equal bytes on any number of threads.
+/// [`GgufTokenizer::of_checkpoint`] and the advice on sampling of generation_config.json. What has no
+/// place in the format, such as a fourth end-of-sequence id, is left out, and the report says so.
+/// Weights are converted in parallel and never held as a whole; equal inputs give equal bytes on any
+/// number of threads.
 ///
 /// The file appears complete or not at all.
 ///
 /// # Errors
 /// When `out_file` exists and may not be replaced, its file system has too little room, it cannot
 /// be written, a weight cannot be read, or a weight cannot be written in its format: it has a value
-/// that is not finite or too large, or its rows are not whole blocks.
+/// that is not finite or too large, or its rows are not whole blocks. When the tokenizer is another
+/// than the file would say.
 pub fn write_gguf(
     checkpoint: &Checkpoint,
     options: GgufOptions<'_>,
@@ -120,7 +124,7 @@ pub fn write_gguf(
     progress: Progress<'_>,
 ) -> Result<GgufReport, CheckpointError> {
     let tensors = planned(checkpoint, &options)?;
-    let header = header(checkpoint, &options, &tensors)?;
+    let Header { bytes: header, warnings } = header(checkpoint, &options, &tensors)?;
     let ours: fn(&Path) -> std::io::Result<bool> = Gguf::is_gguf;
     let staged = StagedFile::create(out_file, options.replace.then_some(ours))?;
     let file = staged.file().file();
@@ -168,7 +172,7 @@ pub fn write_gguf(
         weighted_rms: (!tensor.importance.is_empty())
             .then(|| share(sum.weighted_lost, sum.weighted_all)),
     });
-    Ok(GgufReport { tensors: tensors.collect(), bytes: total })
+    Ok(GgufReport { tensors: tensors.collect(), bytes: total, warnings })
 }
 
 /// A tensor and how it will be written.
@@ -406,31 +410,46 @@ impl SquareError {
 }
 
 /// Everything before the first tensor's data.
+struct Header {
+    bytes: Vec<u8>,
+    /// What has no place in it.
+    warnings: Vec<String>,
+}
+
 fn header(
     checkpoint: &Checkpoint,
     options: &GgufOptions<'_>,
     tensors: &[Planned],
-) -> Result<Vec<u8>, CheckpointError> {
+) -> Result<Header, CheckpointError> {
     let mut metadata = Metadata::default();
     metadata.string(ARCHITECTURE, &checkpoint.config().model_type);
     if let Some(name) = options.name {
         metadata.string("general.name", name);
     }
     metadata.model(checkpoint.config());
-    metadata.u32(FILE_TYPE, file_type(options.format));
+    metadata.u32(FILE_TYPE, file_type(options, tensors));
     if tensors.iter().any(|tensor| tensor.format.is_quantized()) {
         metadata.u32("general.quantization_version", QUANTIZATION_VERSION);
     }
-    metadata.ids(checkpoint.config());
-    for (key, advice) in sampling_advice(checkpoint)? {
+    let mut warnings = Vec::from_iter(metadata.ids(checkpoint.config()));
+    let sampling = SamplingAdvice::of_checkpoint(checkpoint)?;
+    for (key, advice) in sampling.values {
         match advice {
-            Advice::Integer(value) => metadata.i32(key, value),
-            Advice::Number(value) => metadata.f32(key, value.into()),
+            Advice::Integer(value) => metadata.i32(&key, value),
+            Advice::Number(value) => metadata.f32(&key, value.into()),
+            Advice::Text(text) => metadata.string(&key, &text),
         }
     }
-    match GgufTokenizer::of_checkpoint(checkpoint)? {
-        Some(tokenizer) => metadata.tokenizer(&tokenizer),
+    warnings.extend(sampling.warnings);
+    match Described::of_checkpoint(checkpoint)? {
+        Some(described) => {
+            metadata.tokenizer(&described.tokenizer);
+            warnings.extend(described.warnings);
+        }
         None => metadata.string(MODEL, NO_TOKENIZER[0]),
+    }
+    if let Some(gguf) = checkpoint.gguf() {
+        warnings.extend(metadata.missing(gguf));
     }
 
     let mut header = MAGIC.to_vec();
@@ -451,18 +470,26 @@ fn header(
         offset = (offset + tensor.bytes).next_multiple_of(DEFAULT_ALIGNMENT);
     }
     header.resize(header.len().next_multiple_of(DEFAULT_ALIGNMENT), 0);
-    Ok(header)
+    Ok(Header { bytes: header, warnings })
 }
 
-/// The value of `general.file_type`: what most matrices are.
-fn file_type(format: WeightFormat) -> u32 {
-    match format {
+/// The value of `general.file_type`: what most matrices are, and for q4_k whether single ones have
+/// larger formats in blocks (Q4_K_M) or none (Q4_K_S).
+fn file_type(options: &GgufOptions<'_>, tensors: &[Planned]) -> u32 {
+    let larger = |tensor: &Planned| {
+        let own = options.formats.and_then(|of| of(tensor.weight.name()));
+        own == Some(tensor.format)
+            && tensor.format.is_quantized()
+            && WeightFormat::Q4K.byte_count(tensor.weight.element_count()) < Some(tensor.bytes)
+    };
+    match options.format {
         WeightFormat::Float(DType::F32) => 0,
         WeightFormat::Float(DType::BF16) => 32,
         WeightFormat::Float(_) => 1,
         WeightFormat::Q4_0 => 2,
         WeightFormat::Q4_1 => 3,
         WeightFormat::Q8_0 => 7,
+        WeightFormat::Q4K if tensors.iter().any(larger) => 15,
         WeightFormat::Q4K => 14,
         WeightFormat::Q5K => 16,
         WeightFormat::Q6K => 18,
@@ -473,11 +500,13 @@ fn file_type(format: WeightFormat) -> u32 {
 struct Metadata {
     count: u64,
     bytes: Vec<u8>,
+    keys: HashSet<String>,
 }
 
 impl Metadata {
     fn key(&mut self, key: &str, kind: Type) {
         self.count += 1;
+        self.keys.insert(key.to_owned());
         push_string(&mut self.bytes, key);
         self.bytes.extend((kind as u32).to_le_bytes());
     }
@@ -550,13 +579,31 @@ impl Metadata {
         }
     }
 
-    fn ids(&mut self, config: &ModelConfig) {
-        let ends = [EOS].into_iter().chain(OTHER_ENDS).zip(config.eos_token_ids.iter().copied());
+    /// Writes the ids that have a place; the result names those that have none.
+    fn ids(&mut self, config: &ModelConfig) -> Option<String> {
+        let mut all = config.eos_token_ids.iter().copied();
+        let ends: Vec<_> = [EOS].into_iter().chain(OTHER_ENDS).zip(all.by_ref()).collect();
         let begin = config.bos_token_id.map(|id| (BOS, id));
         let padding = config.pad_token_id.map(|id| (PADDING, id));
         for (key, id) in begin.into_iter().chain(ends).chain(padding) {
             self.u32(key, id);
         }
+        let left: Vec<String> = all.map(|id| id.to_string()).collect();
+        (!left.is_empty()).then(|| {
+            format!(
+                "eos_token_id {} is not in the file, which has places for {} ids; a text does not \
+                 end there",
+                left.join(", "),
+                1 + OTHER_ENDS.len()
+            )
+        })
+    }
+
+    /// What a file says of tokens and sampling and this metadata does not.
+    fn missing<'a>(&'a self, gguf: &'a Gguf) -> impl Iterator<Item = String> + 'a {
+        let told = |key: &str| key.starts_with("tokenizer.") || key.starts_with(SAMPLING);
+        let left = gguf.metadata().filter(move |(key, _)| told(key) && !self.keys.contains(*key));
+        left.map(|(key, value)| format!("{key} = {value} is not in the file"))
     }
 
     fn tokenizer(&mut self, tokenizer: &GgufTokenizer) {

@@ -129,6 +129,7 @@ said, and write down both answers.";
 impl Check {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         if let Some(outputs) = &self.outputs {
+            self.args.ort.refuse_unused(&[])?;
             let report = outputs::compare_outputs(&self.path, outputs, &self.args)?;
             match self.json {
                 true => printer.json(&report)?,
@@ -293,6 +294,7 @@ pub(crate) fn check_and_print(
     let layers = !args.no_layers;
     let test_kind = args.runner.unwrap_or(test.default_runner(false));
     let reference_kind = args.against_runner.unwrap_or(reference.default_runner(false));
+    args.ort.refuse_unused(&[test_kind, reference_kind])?;
     // The step is the artifact's; a checkpoint follows it, in f32.
     let contract = match test.manifest().or(reference.manifest()) {
         Some(manifest) => manifest.contract()?,

@@ -1,5 +1,7 @@
 use crate::printer::Printer;
-use crate::source::{DecoderOptions, OrtArgs, RunnerKind, Source, TEXT_LIMIT, read_text};
+use crate::source::{
+    DecoderOptions, OrtArgs, RunnerKind, Source, TEXT_LIMIT, kv_format, read_text,
+};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_checkpoint::ModelConfig;
@@ -10,9 +12,10 @@ use firesteel_generate::{
 };
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
+use std::ffi::OsString;
 use std::io::{BufRead as _, IsTerminal as _, Read as _};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 
@@ -75,17 +78,18 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "N", requires = "json")]
     #[arg(value_parser = whole::<usize>, allow_negative_numbers = true)]
     top_logprobs: Option<usize>,
-    /// Write a file with a line of JSON for each step, and a summary, to this folder
+    /// Write a file with a line of JSON for each step, and a summary, to this folder; none when it
+    /// is empty
     #[arg(long, value_name = "DIR", env = "FIRESTEEL_STEP_STATS_DIR")]
-    step_stats: Option<PathBuf>,
+    step_stats: Option<OsString>,
     /// Who executes the steps [default: cpu for a checkpoint, evaluator for an artifact]
     #[arg(long, value_enum)]
     runner: Option<RunnerKind>,
     #[command(flatten)]
     ort: OrtArgs,
-    /// The cpu runner stores keys and values in this format: f32, f16 or q8
-    #[arg(long, value_name = "FORMAT", default_value_t)]
-    kv: KvFormat,
+    /// The cpu runner stores keys and values in this format: f32, f16 or q8 [default: f16]
+    #[arg(long, value_name = "FORMAT")]
+    kv: Option<KvFormat>,
     /// Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens; 4096
     /// with --interactive]
     #[arg(long, value_name = "N", value_parser = whole::<usize>, allow_negative_numbers = true)]
@@ -167,6 +171,16 @@ impl Generate {
         if self.no_thinking && !self.chat && self.messages.is_none() {
             bail!("--no-thinking goes with --chat or --messages; a plain prompt says it itself");
         }
+        let kind = self.runner.unwrap_or(source.default_runner(true));
+        let kv = kv_format("--kv", self.kv, kind)?.unwrap_or_default();
+        self.ort.refuse_unused(&[kind])?;
+        if let (Some(context), Some(manifest)) = (self.context, source.manifest()) {
+            bail!(
+                "--context {context}: the artifact has a context of {}; export it with another, or \
+                 leave --context out",
+                manifest.contract()?.context
+            );
+        }
         if self.context.is_some_and(|context| context > config.max_position_embeddings) {
             printer.warn(&format!(
                 "the context is beyond the {} positions that the model claims",
@@ -195,20 +209,18 @@ impl Generate {
         };
         let spec = self.spec(&source, &config, prompt.as_ref().map_or(0, Vec::len))?;
         let wanted = DecoderOptions {
-            kind: self.runner.unwrap_or(source.default_runner(true)),
+            kind,
             ort: &self.ort,
             prompt: PREFILL,
             all_logits: self.prompt_lookup.map_or(0, |proposal| proposal.saturating_add(1)),
-            kv: self.kv,
+            kv,
         };
         let decoder = source.decoder(&spec, &wanted, printer)?;
         if self.prompt_lookup.is_some() && !decoder.gives_all_logits(2) {
             printer.warn("--prompt-lookup does nothing: the artifact takes one token a step");
         }
-        let mut step_stats = match &self.step_stats {
-            Some(directory) => Some(StepStats::create(directory)?),
-            None => None,
-        };
+        let directory = self.step_stats.as_ref().filter(|directory| !directory.is_empty());
+        let mut step_stats = directory.map(|it| StepStats::create(Path::new(it))).transpose()?;
         let mut generator = Generator::new(&config, decoder)?.with_tokenizer(&tokenizer);
         if self.interactive {
             generator = generator.with_prompt_cache();

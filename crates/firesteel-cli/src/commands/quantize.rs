@@ -7,7 +7,8 @@ use crate::source::{Source, read_text};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_checkpoint::{
-    Checkpoint, GgufOptions, Head, QuantizedTensor, Raised, WeightFormat, allocate, write_gguf,
+    Checkpoint, GgufOptions, Head, QuantizedTensor, Raised, WeightFormat, allocate, can_raise,
+    write_gguf,
 };
 use firesteel_engine::Calibration;
 use firesteel_generate::AddedTokens;
@@ -54,7 +55,7 @@ pub(crate) struct Quantize {
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "scheme")]
     calibrate: Vec<PathBuf>,
     /// Most tokens of the calibration
-    #[arg(long, value_name = "N", default_value_t = 8192)]
+    #[arg(long, value_name = "N", default_value_t = 8192, requires = "calibrate")]
     calibrate_tokens: usize,
     /// GGUF file, or folder of the artifact, to write
     #[arg(long, value_name = "FILE|DIR")]
@@ -144,6 +145,8 @@ struct Report {
     /// Matrices with a larger format than --format and --head say, because of --bits.
     raised: Vec<String>,
     tensors: Vec<Tensor>,
+    /// What the model's folder says and the file does not.
+    warnings: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -171,9 +174,6 @@ impl From<QuantizedTensor> for Tensor {
     }
 }
 
-/// Tensors with the largest error that the text report lists.
-const WORST: usize = 8;
-
 impl Quantize {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let source = Source::open(&self.checkpoint, printer)?;
@@ -188,6 +188,7 @@ impl Quantize {
             return request.run(&source, printer);
         };
         self.graph.refuse()?;
+        self.refuse(format)?;
         let Source::Checkpoint(checkpoint) = &source else {
             bail!("{} is an artifact; quantize its checkpoint", self.checkpoint.display());
         };
@@ -238,12 +239,36 @@ impl Quantize {
             calibration_tokens: calibration.as_ref().map_or(0, Calibration::tokens),
             raised: raised.iter().map(shown).collect(),
             tensors,
+            warnings: written.warnings,
         };
+        report.warnings.iter().for_each(|warning| printer.warn(warning));
         match self.json {
             true => printer.json(&report)?,
             false => print(report, printer)?,
         }
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Refuses what would do nothing with these formats.
+    fn refuse(&self, format: Format) -> anyhow::Result<()> {
+        let main = format.weight_format();
+        let head = self.head.map_or(main, Format::weight_format);
+        let by_name = self.tensor.iter().map(|(_, format)| *format);
+        if !self.calibrate.is_empty()
+            && ![main, head].into_iter().chain(by_name).any(WeightFormat::is_quantized)
+        {
+            bail!(
+                "--calibrate does nothing with --format {main}, because numbers have no scale to \
+                 search; leave it out, or choose a format in blocks such as q8_0 or q4_k_m"
+            );
+        }
+        if let Some(bits) = self.bits.filter(|_| !can_raise(main) && !can_raise(head)) {
+            bail!(
+                "--bits {bits} does nothing with --format {main}, because no larger format in \
+                 blocks follows; leave it out, or choose a smaller format such as q4_k"
+            );
+        }
+        Ok(())
     }
 
     /// Each --tensor is there for something.
@@ -299,10 +324,10 @@ fn print(mut report: Report, printer: &mut Printer) -> anyhow::Result<()> {
     }
     let weighted = |tensor: &Tensor| tensor.weighted_rms.unwrap_or(tensor.relative_rms);
     report.tensors.sort_by(|a, b| weighted(b).total_cmp(&weighted(a)));
-    let columns = ["largest errors", "format", "relative rms", "weighted rms"];
+    let columns = ["largest error first", "format", "relative rms", "weighted rms"];
     let columns = &columns[..if report.calibration_tokens > 0 { 4 } else { 3 }];
     let mut rows = vec![columns.iter().map(|&name| name.to_owned()).collect::<Vec<_>>()];
-    for tensor in report.tensors.iter().take(WORST) {
+    for tensor in &report.tensors {
         let mut row = vec![
             tensor.name.clone(),
             tensor.format.clone(),

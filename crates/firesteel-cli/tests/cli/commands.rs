@@ -329,15 +329,22 @@ fn help_of_check() {
               [default: 0.05]
 
           --kv <FORMAT>
-              The cpu runner stores keys and values of --text and --prompts in this format: f32, f16 or q8
+              What is checked stores keys and values in this format on the cpu runner: f32, f16 or q8 [default: f16]
 
-              [default: f16]
+          --against-kv <FORMAT>
+              What is right stores keys and values in this format on the cpu runner: f32, f16 or q8 [default: f32]
 
           --max-kl <NATS>
               Largest mean KL divergence over --text, in nats
 
           --max-perplexity-change <SHARE>
               Largest change of the perplexity of --text, as a share: 0.005 is half a percent
+
+          --min-exact <SHARE>
+              Smallest share of --prompts that are continued exactly, near ties left out: 1 is all
+
+          --min-kept <SHARE>
+              Smallest mean share of a continuation of --prompts before it differs, near ties left out
 
           --graph <NAME>
               The step of a compiled artifact: decode, prefill-T [default: its first]
@@ -448,7 +455,7 @@ fn help_of_generate() {
               Print the log-probabilities of each token and of the N most probable ones; needs --json
 
           --step-stats <DIR>
-              Write a file with a line of JSON for each step, and a summary, to this folder
+              Write a file with a line of JSON for each step, and a summary, to this folder; none when it is empty
 
               [env: FIRESTEEL_STEP_STATS_DIR=]
 
@@ -472,9 +479,7 @@ fn help_of_generate() {
               Time of that process, in seconds [default: 3600]
 
           --kv <FORMAT>
-              The cpu runner stores keys and values in this format: f32, f16 or q8
-
-              [default: f16]
+              The cpu runner stores keys and values in this format: f32, f16 or q8 [default: f16]
 
           --context <N>
               Context of a checkpoint; an artifact has its own [default: the prompt and --max-tokens; 4096 with --interactive]
@@ -1487,6 +1492,26 @@ fn refusals() {
         ),
         (run(&["generate", SPARK_TINY, "--prompt", ""]), "the prompt is empty"),
         (run(&["generate", SPARK_TINY, "--prompt", "a", "--context", "0"]), "context is 0"),
+        (
+            run(&["generate", SPARK_TINY, "--prompt", "a", "--ort", "lib"]),
+            "--ort does nothing, because nothing runs on ONNX Runtime or the emulator of the HTP",
+        ),
+        (
+            against(&["--time-limit", "9"]),
+            "--time-limit does nothing, because nothing runs on the emulator",
+        ),
+        (
+            run(&["generate", &artifact, "--prompt", "a", "--context", "64"]),
+            "--context 64: the artifact has a context of 128; export it with another",
+        ),
+        (
+            run(&["generate", &artifact, "--prompt", "a", "--kv", "q8"]),
+            "--kv q8 does nothing on the evaluator, whose caches are those of the step",
+        ),
+        (
+            run(&["generate", SPARK_TINY, "--prompt", "a", "--runner", "engine", "--kv", "f32"]),
+            "--kv f32 does nothing on the engine",
+        ),
         (run(&["bench", "export", "--runs", "0"]), "--runs 0: an even number is needed"),
         (run(&["bench", "decode", SPARK_TINY, "--chunk", "0"]), "--chunk and --runs: 1 or more"),
         (

@@ -1,5 +1,5 @@
 use crate::support::{
-    advance, argument, changed_checkpoint, firesteel, refusal, spark_tiny, stdout,
+    advance, argument, changed_checkpoint, firesteel, names, refusal, spark_tiny, stdout,
 };
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
@@ -210,6 +210,89 @@ fn times_go_to_stderr() {
     let mut settings = insta::Settings::clone_current();
     settings.add_filter(r"\d+\.\d+", "[N]");
     settings.bind(|| insta::assert_snapshot!(talk, @"2 prompt tokens at [N] tokens/s, first token after [N] s; 3 tokens at [N] tokens/s; stopped at --max-tokens"));
+}
+
+/// Generates eight tokens in an empty `folder`, with the variable for step statistics if it is given,
+/// and returns the report and what was said.
+fn in_folder(folder: &Path, arguments: &[&str], variable: Option<&str>) -> (Value, String) {
+    std::fs::create_dir(folder).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_firesteel"));
+    command.arg("generate").arg(spark_tiny()).args(["--prompt", "One night a young programmer"]);
+    command.args(["--temperature", "0", "--max-tokens", "8", "--min-tokens", "8"]);
+    command.args(["--context", "128", "--json"]);
+    command.args(arguments).current_dir(folder).env_remove("FIRESTEEL_STEP_STATS_DIR");
+    if let Some(directory) = variable {
+        command.env("FIRESTEEL_STEP_STATS_DIR", directory);
+    }
+    let output = command.output().unwrap();
+    let talk = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{arguments:?} {variable:?}: {talk}");
+    (serde_json::from_slice(&output.stdout).unwrap(), talk)
+}
+
+#[test]
+fn step_statistics_are_a_line_a_step_and_a_summary() {
+    const TIMES: [&str; 2] = ["model.forward_ms", "model.sample_ms"];
+    let folder = tempfile::tempdir().unwrap();
+    let inspected = stdout(&["inspect", SPARK_TINY, "--context", "128", "--json"]);
+    let inspected: Value = serde_json::from_str(&inspected).unwrap();
+    let halves = inspected["kv"].as_array().unwrap().iter().find(|kv| kv["bytes_per_element"] == 2);
+    let cache_bytes = &halves.unwrap()["ring"]["bytes"];
+    let cases: [(&[&str], Option<&str>); 3] = [
+        (&["--step-stats", "stats"], None),
+        (&[], Some("stats")),
+        // The command line wins.
+        (&["--step-stats", "stats"], Some("elsewhere")),
+    ];
+    for (number, (arguments, variable)) in cases.into_iter().enumerate() {
+        let here = folder.path().join(number.to_string());
+        let (report, talk) = in_folder(&here, arguments, variable);
+        assert_eq!(names(&here), ["stats"]);
+        let files = names(&here.join("stats"));
+        assert_eq!(files.len(), 1);
+        assert!(talk.contains(&format!("steps: stats/{}\n", files[0])), "{talk}");
+        let text = std::fs::read_to_string(here.join("stats").join(&files[0])).unwrap();
+        let mut lines: Vec<Value> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let summary = lines.pop().unwrap()["summary"].take();
+
+        // The prompt in one step, and each token but the last, which no step follows.
+        let prompt = report["stats"]["prompt_tokens"].as_u64().unwrap();
+        assert_eq!((ids(&report).len(), lines.len()), (8, 8));
+        let mut position = 0;
+        for (index, line) in lines.iter().enumerate() {
+            let keys: Vec<&str> = line.as_object().unwrap().keys().map(String::as_str).collect();
+            assert_eq!(keys, [&TIMES[..], &["tokens", "position", "cache_bytes"]].concat());
+            assert_eq!(line["tokens"], if index == 0 { prompt } else { 1 });
+            assert_eq!(line["position"], position);
+            assert_eq!(&line["cache_bytes"], cache_bytes);
+            position += line["tokens"].as_u64().unwrap();
+        }
+        assert_eq!((&summary["steps"], &summary["tokens"]), (&8.into(), &position.into()));
+        for key in TIMES {
+            let mut times: Vec<f64> = lines.iter().map(|l| l[key].as_f64().unwrap()).collect();
+            assert!(times.iter().all(|time| time.is_finite() && *time > 0.0), "{times:?}");
+            times.sort_by(f64::total_cmp);
+            let (found, mean) = (&summary[key], times.iter().sum::<f64>() / 8.0);
+            assert_eq!(found["count"], 8);
+            assert!((found["mean"].as_f64().unwrap() / mean - 1.0).abs() < 1e-12, "{found}");
+            // The smallest time that this share of eight does not exceed.
+            for (name, rank) in [("p50", 4), ("p90", 8), ("p99", 8), ("max", 8)] {
+                assert_eq!(found[name], times[rank - 1], "{name}");
+            }
+        }
+    }
+    let off: [(&[&str], Option<&str>); 4] = [
+        (&[], None),
+        (&[], Some("")),
+        (&["--step-stats", ""], None),
+        (&["--step-stats="], Some("elsewhere")),
+    ];
+    for (number, (arguments, variable)) in off.into_iter().enumerate() {
+        let here = folder.path().join(format!("off-{number}"));
+        let (_, talk) = in_folder(&here, arguments, variable);
+        assert!(names(&here).is_empty() && !talk.contains("steps: "), "{arguments:?}: {talk}");
+    }
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! GGUF files: ours through the program, llama.cpp's through the kernels.
 
 use crate::support::{
-    Golden, advance, argument, firesteel, golden_path, refusal, snr, spark_tiny, stdout,
+    Golden, advance, argument, copy_folder, firesteel, golden_path, refusal, snr, spark_tiny,
+    stdout,
 };
 use firesteel_check::compare_logits;
 use firesteel_checkpoint::Checkpoint;
@@ -217,8 +218,9 @@ fn formats_by_name_and_budget_are_reported() {
         let command = ["quantize", argument(&tiny), "--out", "no.gguf", "--format", "q4_0"];
         refusal(&[&command[..], arguments].concat())
     };
-    let cases: [(&[&str], &str); 4] = [
+    let cases: [(&[&str], &str); 5] = [
         (&["--tensor", "*.nothing=q8_0"], "--tensor *.nothing: no matrix has such a name; some"),
+        (&["--calibrate-tokens", "9"], "--calibrate <FILE>..."),
         (&["--bits", "3"], "3 bits for each weight are too few"),
         (&["--calibrate", "Cargo.toml", "--calibrate-tokens", "0"], "the text has no tokens"),
         (&["--calibrate", "nowhere.txt"], "nowhere.txt"),
@@ -227,6 +229,105 @@ fn formats_by_name_and_budget_are_reported() {
         let talk = refused(arguments);
         assert!(talk.contains(part), "{arguments:?}: {talk}");
     }
+}
+
+#[test]
+fn what_would_do_nothing_with_a_format_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("model.gguf");
+    let calibrate: &[&str] = &["--calibrate", CALIBRATION, "--calibrate-tokens", "64"];
+    let (bits, head): (&[&str], &[&str]) = (&["--bits", "40"], &["--head", "q4_0"]);
+    let by_name: &[&str] = &["--tensor", "*.down_proj.*=q4_0"];
+    let numbers = "--calibrate does nothing with --format";
+    let largest = "--bits 40 does nothing with --format";
+    let cases = [
+        ("f16", vec![calibrate], Some(numbers)),
+        ("f32", vec![calibrate], Some(numbers)),
+        ("bf16", vec![calibrate, &["--head", "f16"]], Some(numbers)),
+        ("f16", vec![calibrate, head], None),
+        ("f16", vec![calibrate, by_name], None),
+        ("f16", vec![bits], Some(largest)),
+        ("q8_0", vec![bits], Some(largest)),
+        ("f16", vec![bits, by_name], Some(largest)),
+        ("f16", vec![bits, head], None),
+        ("q8_0", vec![bits, head], None),
+    ];
+    let mut wrong = Vec::new();
+    for (format, arguments, expected) in cases {
+        let command = ["quantize", "models/spark-tiny", "--force", "--out", argument(&out)];
+        let arguments = arguments.concat();
+        let output = firesteel(&[&command[..], &["--format", format], &arguments].concat());
+        let talk = String::from_utf8(output.stderr).unwrap();
+        let right = match expected {
+            None => output.status.success(),
+            Some(part) => output.status.code() == Some(1) && talk.contains(part),
+        };
+        if !right {
+            wrong.push(format!("{format} {arguments:?}: {:?} {talk}", output.status));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_tensor_is_printed_with_its_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    let report = quantized(argument(&file), &["--format", "q4_k_m"]);
+    let command = ["quantize", "models/spark-tiny", "--force", "--out", argument(&file)];
+    let text = stdout(&[&command[..], &["--format", "q4_k_m"]].concat());
+    let mut lines = text.lines().skip_while(|line| !line.starts_with("largest error first"));
+    assert!(lines.next().unwrap().ends_with("relative rms"), "{text}");
+    let rows: Vec<Vec<&str>> = lines.map(|line| line.split_whitespace().collect()).collect();
+    let errors: Vec<f64> = rows.iter().map(|row| row[2].parse().unwrap()).collect();
+    assert!(errors.is_sorted_by(|a, b| a >= b) && errors[0] > 0.0, "{errors:?}");
+    let mut printed: Vec<[&str; 2]> = rows.iter().map(|row| [row[0], row[1]]).collect();
+    let text = |tensor: &'_ Value, key: &str| tensor[key].as_str().unwrap().to_owned();
+    let tensors = report["tensors"].as_array().unwrap().iter();
+    let mut all: Vec<[String; 2]> =
+        tensors.map(|tensor| [text(tensor, "name"), text(tensor, "format")]).collect();
+    printed.sort();
+    all.sort();
+    assert_eq!(printed, all);
+    // Four layers of eight, the embedding, which is the head too, and the last norm.
+    assert_eq!(all.len(), 34);
+    // The value of llama.h: MOSTLY_Q4_K_M.
+    let written = Checkpoint::open(&file).unwrap();
+    let kind = written.gguf().unwrap().get("general.file_type").unwrap().as_u64();
+    assert_eq!(kind, Some(15));
+}
+
+#[test]
+fn what_the_file_has_no_place_for_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    copy_folder(&spark_tiny(), &model);
+    let config = r#"{"eos_token_id": [1, 7, 9, 42], "bad_words_ids": [[3]], "min_new_tokens": 2}"#;
+    std::fs::write(model.join("generation_config.json"), config).unwrap();
+    let out = folder.path().join("model.gguf");
+    let command = ["quantize", argument(&model), "--format", "f16", "--out", argument(&out)];
+    let output = firesteel(&[&command[..], &["--json"]].concat());
+    let talk = String::from_utf8(output.stderr).unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let warnings: Vec<&str> =
+        report["warnings"].as_array().unwrap().iter().map(|w| w.as_str().unwrap()).collect();
+    for (warning, part) in warnings.iter().zip([
+        "eos_token_id 42 is not in the file",
+        "bad_words_ids = [[3]] has no place",
+        "min_new_tokens = 2 has no place",
+    ]) {
+        assert!(warning.contains(part), "{warnings:?}");
+        assert!(talk.contains(&format!("warning: {warning}\n")), "{talk}");
+    }
+    assert_eq!(warnings.len(), 3);
+
+    // Another pre-tokenizer would be another model in the file.
+    let path = model.join("tokenizer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("{1,3}", "{1,2}")).unwrap();
+    let talk = refusal(&[&command[..], &["--force"]].concat());
+    assert!(talk.contains("tokenizer.json: pre_tokenizer is {"), "{talk}");
+    assert!(talk.contains("move tokenizer.json away to write one without a tokenizer"), "{talk}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod artifact;
 mod bench;
 mod commands;
 mod compile;
+mod fidelity;
 mod generate;
 mod gguf;
 mod golden;

@@ -2,9 +2,9 @@
 
 use super::{CheckArgs, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{DecoderOptions, Source, read_chats, read_text};
+use crate::source::{DecoderOptions, RunnerKind, Source, kv_format, read_chats, read_text};
 use anyhow::{Context as _, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
@@ -14,33 +14,49 @@ use firesteel_tensor::DType;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
+/// The options of a comparison of tensors, which one of texts or prompts has no use for.
+const OF_TENSORS: [&str; 8] =
+    ["prompt", "ids", "steps", "greedy_prompt", "tie_margin", "no_layers", "record", "outputs"];
+
 #[derive(Debug, Clone, Args)]
+#[command(group = ArgGroup::new("corpus").args(["text", "prompts"]).multiple(true))]
 pub(crate) struct FidelityArgs {
     /// Text file: compare KL, perplexity and most probable tokens over it, instead of tensors
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "ids"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = OF_TENSORS)]
     text: Option<PathBuf>,
     /// File of prompts, one a line, or of conversations where it ends in .jsonl: compare greedy
     /// continuations of --greedy tokens
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "ids"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = OF_TENSORS)]
     prompts: Option<PathBuf>,
     /// Most tokens of --text [default: all]
     #[arg(long, value_name = "N", requires = "text")]
     tokens: Option<usize>,
     /// Tokens of a sequence that --text is cut into
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512, requires = "text")]
     sequence: usize,
     /// Logit gap below which another choice of --text or --prompts is a near tie
-    #[arg(long, value_name = "GAP", default_value_t = 0.05)]
+    #[arg(long, value_name = "GAP", default_value_t = 0.05, requires = "corpus")]
     near_tie: f64,
-    /// The cpu runner stores keys and values of --text and --prompts in this format: f32, f16 or q8
-    #[arg(long, value_name = "FORMAT", default_value_t)]
-    kv: KvFormat,
+    /// What is checked stores keys and values in this format on the cpu runner: f32, f16 or q8
+    /// [default: f16]
+    #[arg(long, value_name = "FORMAT", requires = "corpus")]
+    kv: Option<KvFormat>,
+    /// What is right stores keys and values in this format on the cpu runner: f32, f16 or q8
+    /// [default: f32]
+    #[arg(long, value_name = "FORMAT", requires = "corpus")]
+    against_kv: Option<KvFormat>,
     /// Largest mean KL divergence over --text, in nats
     #[arg(long, value_name = "NATS", requires = "text")]
     max_kl: Option<f64>,
     /// Largest change of the perplexity of --text, as a share: 0.005 is half a percent
     #[arg(long, value_name = "SHARE", requires = "text")]
     max_perplexity_change: Option<f64>,
+    /// Smallest share of --prompts that are continued exactly, near ties left out: 1 is all
+    #[arg(long, value_name = "SHARE", requires = "prompts")]
+    min_exact: Option<f64>,
+    /// Smallest mean share of a continuation of --prompts before it differs, near ties left out
+    #[arg(long, value_name = "SHARE", requires = "prompts")]
+    min_kept: Option<f64>,
 }
 
 /// What came out.
@@ -48,11 +64,15 @@ pub(crate) struct FidelityArgs {
 pub(crate) struct FidelityReport {
     reference: String,
     reference_settings: Vec<(String, String)>,
+    /// Format of the reference's keys and values on the cpu runner; null on others, whose caches
+    /// are those of the step.
+    reference_kv: Option<&'static str>,
     test: String,
     test_settings: Vec<(String, String)>,
+    test_kv: Option<&'static str>,
     text: Option<TextReport>,
     prompts: Option<PromptsReport>,
-    /// The limits that were exceeded, as sentences.
+    /// The bars that were missed, as sentences.
     exceeded: Vec<String>,
     pub(crate) passed: bool,
 }
@@ -73,16 +93,16 @@ impl FidelityArgs {
         args: &CheckArgs,
         printer: &mut Printer,
     ) -> anyhow::Result<FidelityReport> {
-        let limits = [
-            ("--max-kl", self.max_kl),
-            ("--max-perplexity-change", self.max_perplexity_change),
-            ("--near-tie", Some(self.near_tie)),
+        self.check_options(args)?;
+        let kinds = [
+            args.against_runner.unwrap_or(reference.default_runner(false)),
+            args.runner.unwrap_or(test.default_runner(false)),
         ];
-        for (option, value) in limits {
-            if value.is_some_and(|value| !value.is_finite() || value < 0.0) {
-                bail!("{option}: a finite number from 0 is accepted");
-            }
-        }
+        let formats = [
+            kv_format("--against-kv", self.against_kv, kinds[0])?.unwrap_or(KvFormat::F32),
+            kv_format("--kv", self.kv, kinds[1])?.unwrap_or_default(),
+        ];
+        args.ort.refuse_unused(&kinds)?;
         let tokenizer = match reference.tokenizer()? {
             Some(tokenizer) => tokenizer,
             None => test.tokenizer()?.context("neither side has a tokenizer for the text")?,
@@ -99,23 +119,23 @@ impl FidelityArgs {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let continued = if prompts.is_empty() { 0 } else { longest.saturating_add(args.greedy) };
         let context = self.sequence.min(ids.len()).max(continued).max(CHUNK);
-        let kinds = [
-            args.against_runner.unwrap_or(reference.default_runner(false)),
-            args.runner.unwrap_or(test.default_runner(false)),
-        ];
         let manifest = [reference, test].into_iter().find_map(Source::manifest);
-        let mut side = |source: &Source, kind| {
-            let options =
-                DecoderOptions { kind, ort: &args.ort, prompt: 1, all_logits: CHUNK, kv: self.kv };
+        // Of a prompt nobody wants more than the last logits.
+        let prompt = if self.prompts.is_some() { CHUNK } else { 1 };
+        let mut side = |source: &Source, kind, kv| {
+            let options = DecoderOptions { kind, ort: &args.ort, prompt, all_logits: CHUNK, kv };
             source.decoder(&step(source, manifest, context)?, &options, printer)
         };
-        let mut left = side(reference, kinds[0])?;
-        let mut right = side(test, kinds[1])?;
+        let mut left = side(reference, kinds[0], formats[0])?;
+        let mut right = side(test, kinds[1], formats[1])?;
+        let kept_as = |kind, kv: KvFormat| (kind == RunnerKind::Cpu).then(|| kv.name());
         let mut report = FidelityReport {
             reference: left.name().into(),
             reference_settings: left.settings(),
+            reference_kv: kept_as(kinds[0], formats[0]),
             test: right.name().into(),
             test_settings: right.settings(),
+            test_kv: kept_as(kinds[1], formats[1]),
             text: None,
             prompts: None,
             exceeded: Vec::new(),
@@ -124,22 +144,54 @@ impl FidelityArgs {
         if self.text.is_some() {
             let sequence = self.sequence.min(left.context());
             let text = compare_text(left.as_mut(), right.as_mut(), &ids, sequence, self.near_tie)?;
-            report.exceeded = self.exceeded(&text, args.min_snr);
-            report.passed = report.exceeded.is_empty();
+            self.judge_text(&text, args.min_snr, &mut report.exceeded);
             report.text = Some(text);
         }
         if self.prompts.is_some() {
             let ends = reference.config()?.eos_token_ids;
             let options =
                 PromptOptions { tokens: args.greedy, tie_margin: self.near_tie, ends: &ends };
-            report.prompts =
-                Some(compare_prompts(left.as_mut(), right.as_mut(), &prompts, &options)?);
+            let prompts = compare_prompts(left.as_mut(), right.as_mut(), &prompts, &options)?;
+            self.judge_prompts(&prompts, &mut report.exceeded);
+            report.prompts = Some(prompts);
         }
+        report.passed = report.exceeded.is_empty();
         Ok(report)
     }
 
-    fn exceeded(&self, text: &TextReport, min_snr: Option<f64>) -> Vec<String> {
-        let mut exceeded = Vec::new();
+    /// Refuses values that are out of their range, and options that would do nothing.
+    fn check_options(&self, args: &CheckArgs) -> anyhow::Result<()> {
+        let limits = [
+            ("--max-kl", self.max_kl),
+            ("--max-perplexity-change", self.max_perplexity_change),
+            ("--near-tie", Some(self.near_tie)),
+        ];
+        for (option, value) in limits {
+            if value.is_some_and(|value| !value.is_finite() || value < 0.0) {
+                bail!("{option}: a finite number from 0 is accepted");
+            }
+        }
+        for (option, share) in [("--min-exact", self.min_exact), ("--min-kept", self.min_kept)] {
+            if let Some(share) = share.filter(|share| !(0.0..=1.0).contains(share)) {
+                bail!("{option} {share}: a share from 0 to 1 is accepted");
+            }
+        }
+        if args.min_snr.is_some_and(|bar| !bar.is_finite()) {
+            bail!("--min-snr: a finite number is accepted");
+        }
+        if args.min_snr.is_some() && self.text.is_none() {
+            bail!(
+                "--min-snr does nothing with --prompts alone; --min-exact and --min-kept are its \
+                 bars, and --text has logits to compare"
+            );
+        }
+        if self.prompts.is_some() && args.greedy == 0 {
+            bail!("--greedy 0: --prompts compares continuations; 1 or more tokens are accepted");
+        }
+        Ok(())
+    }
+
+    fn judge_text(&self, text: &TextReport, min_snr: Option<f64>, exceeded: &mut Vec<String>) {
         let mut limit = |what: &str, value: f64, limit: Option<f64>| {
             // A value that is no number is beyond every limit.
             if let Some(limit) = limit
@@ -154,7 +206,21 @@ impl FidelityArgs {
         if let Some(bar) = min_snr.filter(|bar| !text.logits.reaches(*bar)) {
             exceeded.push(format!("the logits are at {}, below {bar} dB", decibels(&text.logits)));
         }
-        exceeded
+    }
+
+    fn judge_prompts(&self, prompts: &PromptsReport, exceeded: &mut Vec<String>) {
+        let bars = [
+            ("the share of prompts continued exactly", prompts.exact_share, self.min_exact),
+            ("the mean kept prefix", prompts.kept_prefix, self.min_kept),
+        ];
+        for (what, share, bar) in bars {
+            let Some(bar) = bar else { continue };
+            match share {
+                Some(share) if share >= bar => {}
+                Some(share) => exceeded.push(format!("{what} is {share:.4}, below {bar}")),
+                None => exceeded.push(format!("{what} is not known: all prompts are near ties")),
+            }
+        }
     }
 }
 
@@ -218,13 +284,19 @@ fn prompts(
 }
 
 pub(crate) fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::Result<()> {
+    let side = |runner: &str, kv: Option<&str>| match kv {
+        Some(kv) => format!("{runner} with {kv} keys and values"),
+        None => runner.to_owned(),
+    };
+    printer.line(format!(
+        "{} against {}",
+        side(&report.test, report.test_kv),
+        side(&report.reference, report.reference_kv)
+    ))?;
     print_settings(&report.reference, &report.reference_settings, printer)?;
     print_settings(&report.test, &report.test_settings, printer)?;
     if let Some(text) = &report.text {
-        printer.line(format!(
-            "{} against {}: text of {} tokens in {} sequences",
-            report.test, report.reference, text.tokens, text.sequences
-        ))?;
+        printer.line(format!("text of {} tokens in {} sequences", text.tokens, text.sequences))?;
         let percent = |share: f64| format!("{:.2} %", 100.0 * share);
         let rows = [
             ("logits", decibels(&text.logits)),
@@ -262,4 +334,52 @@ pub(crate) fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::R
         printer.line("passed")?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::check::Check;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Alone {
+        #[command(flatten)]
+        check: Check,
+    }
+
+    #[test]
+    fn shares_are_held_against_their_bars() {
+        let report = |exact_share, kept_prefix| PromptsReport {
+            prompts: 4,
+            exact: 3,
+            ties: 0,
+            exact_share,
+            kept_prefix,
+            tokens: 128,
+        };
+        let missed = |options: &[&str], report: &PromptsReport| {
+            let command = ["check", "a", "--against", "b", "--prompts", "c"];
+            let parsed = Alone::parse_from([&command[..], options].concat());
+            let mut missed = Vec::new();
+            parsed.check.fidelity.judge_prompts(report, &mut missed);
+            missed
+        };
+        let some = report(Some(0.75), Some(0.875));
+        assert_eq!(missed(&[], &some), Vec::<String>::new());
+        let bars = ["--min-exact", "0.75", "--min-kept", "0.875"];
+        assert_eq!(missed(&bars, &some), Vec::<String>::new());
+        let bars = ["--min-exact", "0.76", "--min-kept", "0.88"];
+        let expected = [
+            "the share of prompts continued exactly is 0.7500, below 0.76",
+            "the mean kept prefix is 0.8750, below 0.88",
+        ];
+        assert_eq!(missed(&bars, &some), expected);
+        // Where all are near ties nothing is known, and that reaches no bar.
+        let expected = [
+            "the share of prompts continued exactly is not known: all prompts are near ties",
+            "the mean kept prefix is not known: all prompts are near ties",
+        ];
+        assert_eq!(missed(&["--min-exact", "0", "--min-kept", "0"], &report(None, None)), expected);
+    }
 }
