@@ -723,7 +723,10 @@ impl Rewriter<'_> {
             self.graph.add_constant(name, dtype, shape, Constant::Tensor(tensor.clone()))
         };
         let w = match matrix {
-            Matrix::Float(values) => add(&name, values)?,
+            Matrix::Float(values) => {
+                let w = add(&name, values)?;
+                return self.float_gemm(node, [x, w]);
+            }
             Matrix::Integers { values, scales, axis } => {
                 let zeros = vec![0; scales.element_count()];
                 let zeros = Tensor::from_i32_as(values.dtype(), scales.shape().to_vec(), &zeros)?;
@@ -739,5 +742,28 @@ impl Rewriter<'_> {
         let output = &self.source.value(node.outputs[0]).name;
         let encoding = asymmetric(dtype, self.range(output, dtype)?);
         self.finish(node, &[x, w], Some(encoding))
+    }
+
+    /// A product of floats between integers. Where it stands directly between them, the compiler
+    /// makes a matrix of integers of its own; where something else in floats does, it does not.
+    fn float_gemm(&mut self, node: &Node, [x, w]: [ValueId; 2]) -> Built<()> {
+        let output = self.source.value(node.outputs[0]);
+        let (name, shape) = (output.name.clone(), output.shape.clone());
+        let same = |shape: &[usize]| Op::Reshape { shape: shape.to_vec() };
+        let from = self.graph.value(x).shape.clone();
+        let before = self.free_name(&format!("{name}.float_input"));
+        let x = self.graph.add(same(&from), &[x], before)?;
+        let made = self.graph.add_node(
+            &node.name,
+            node.op.clone(),
+            &[x, w],
+            vec![format!("{name}.float_output")],
+        )?;
+        let raw = self.graph.add(same(&shape), &made[..1], format!("{name}.raw"))?;
+        let dtype = self.type_of(node);
+        let encoding = asymmetric(dtype, self.range(&name, dtype)?);
+        let q = self.quantize(raw, encoding, &format!("{name}.q"))?;
+        self.states.insert(node.outputs[0], State::Integers(q, encoding));
+        Ok(())
     }
 }

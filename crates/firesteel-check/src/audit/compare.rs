@@ -121,8 +121,8 @@ pub enum Placement {
 /// Every node must be one operator of its own kind under its own name; between quantized values it
 /// must be quantized; only the conversions that the graph spells (at its border, and a
 /// `DequantizeLinear` into a `QuantizeLinear`) may appear; a constant matrix keeps its bits and the
-/// spread of its scales. Where ONNX Runtime moved transposes past other nodes, as many elsewhere
-/// stand for them.
+/// spread of its scales. Where ONNX Runtime moved a transpose past other nodes, transposes beside
+/// these stand for it.
 pub fn audit(
     meant: &Graph,
     dump: &Dump,
@@ -182,10 +182,9 @@ pub fn audit(
         Placement::Htp => transposes.filter(missing).map(|node| node.name.clone()).collect(),
         Placement::Mixed => Vec::new(),
     };
-    let mut elsewhere = moved.len();
+    let near = plan.near(&moved);
     for (name, op) in unplanned {
-        if op.kind == "Transpose" && elsewhere > 0 {
-            elsewhere -= 1;
+        if op.kind == "Transpose" && plan.beside(op, dump, &near) {
             continue;
         }
         // What stands beside a node that became float follows from that.
@@ -281,6 +280,46 @@ impl<'a> Plan<'a> {
 
     fn name(&self, id: ValueId) -> &'a str {
         &self.graph.value(id).name
+    }
+
+    /// The nodes past which the transposes `moved` can have been moved, those themselves included.
+    fn near(&self, moved: &[String]) -> HashSet<&'a str> {
+        let passes = |op: &Op| {
+            is_conversion(op)
+                || matches!(
+                    op,
+                    Op::Add
+                        | Op::Sub
+                        | Op::Mul
+                        | Op::Neg
+                        | Op::Concat { .. }
+                        | Op::Split { .. }
+                        | Op::Slice { .. }
+                        | Op::Reshape { .. }
+                        | Op::Transpose { .. }
+                )
+        };
+        let mut near: HashSet<&str> = HashSet::new();
+        let mut open: Vec<&Node> =
+            moved.iter().filter_map(|name| self.by_name.get(name.as_str()).copied()).collect();
+        while let Some(node) = open.pop() {
+            if !near.insert(&node.name) {
+                continue;
+            }
+            let before = node.inputs.iter().filter_map(|id| self.producer.get(id).copied());
+            let after = node.outputs.iter().flat_map(|id| self.consumers(*id)).copied();
+            open.extend(before.chain(after).filter(|node| passes(&node.op)));
+        }
+        near
+    }
+
+    /// Whether an added operator stands beside one of the nodes `near`.
+    fn beside(&self, op: &QnnOp, dump: &Dump, near: &HashSet<&str>) -> bool {
+        let mut others = dump.nodes.iter().filter(|(_, other)| {
+            other.inputs.iter().any(|input| op.outputs.contains(input))
+                || other.outputs.iter().any(|output| op.inputs.contains(output))
+        });
+        others.any(|(name, _)| near.contains(name.as_str()))
     }
 
     /// Why a node is a piece of a norm or an activation, if it is.

@@ -301,6 +301,11 @@ fn help_of_check() {
           --min-snr <DB>
               SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for 8-bit weights, 10 for 4-bit weights or 8-bit activations]
 
+          --min-greedy <SHARE>
+              Share of the greedy continuation, ties left out, that must agree, such as 1
+
+              [default: 0]
+
           --tie-margin <GAP>
               Logit gap below which a greedy choice is a tie
 
@@ -1219,6 +1224,14 @@ fn check_reports() {
         engine: gelu exact, arithmetic f64
         ort: [settings]
           SNR  max difference
+        keys of layer 0 (sliding_attention)  [N] dB  [N]
+        values of layer 0  [N] dB  [N]
+        keys of layer 1 (sliding_attention)  [N] dB  [N]
+        values of layer 1  [N] dB  [N]
+        keys of layer 2 (sliding_attention)  [N] dB  [N]
+        values of layer 2  [N] dB  [N]
+        keys of layer 3 (full_attention)  [N] dB  [N]
+        values of layer 3  [N] dB  [N]
         new keys and values  [N] dB  [N]
         logits  [N] dB  [N]
         top-1 100.0 % (0 of 80 tokens are ties), top-5 100.0 %, KL [N] mean [N] max, top-20 log-probability difference [N]
@@ -1244,6 +1257,7 @@ fn check_reports() {
       "tokens": "number",
       "tokens_per_step": "number",
       "min_snr": "number",
+      "min_greedy": "number",
       "output": {
         "db": "number or null",
         "max_abs": "number",

@@ -45,7 +45,7 @@ fn the_trained_model_is_placed_and_right_on_the_emulator() {
     let folder = tempfile::tempdir().unwrap();
     let (artifact, out) = (folder.path().join("artifact"), folder.path().join("compiled"));
     let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
-    export_to(&checkpoint, half(&checkpoint), &artifact);
+    export_to(&checkpoint, ExportOptions { context: 128, ..half(&checkpoint) }, &artifact);
     let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
     assert_eq!(manifest["target"]["soc"], "sm8750");
     let part = &manifest["steps"][0]["parts"][0];

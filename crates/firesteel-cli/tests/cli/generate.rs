@@ -236,8 +236,8 @@ fn step_statistics_are_a_line_a_step_and_a_summary() {
     let folder = tempfile::tempdir().unwrap();
     let inspected = stdout(&["inspect", SPARK_TINY, "--context", "128", "--json"]);
     let inspected: Value = serde_json::from_str(&inspected).unwrap();
-    let halves = inspected["kv"].as_array().unwrap().iter().find(|kv| kv["bytes_per_element"] == 2);
-    let cache_bytes = &halves.unwrap()["ring"]["bytes"];
+    let cpu = inspected["kv"].as_array().unwrap().iter().find_map(|kv| kv.get("cpu"));
+    let cache_bytes = &cpu.unwrap()["f16"]["caches"];
     let cases: [(&[&str], Option<&str>); 3] = [
         (&["--step-stats", "stats"], None),
         (&[], Some("stats")),

@@ -117,9 +117,11 @@ fn files_of_numbers_say_what_the_checkpoint_says() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.gguf");
     let mut failures = Vec::new();
-    for (format, kl_bar) in [("f32", 1e-9), ("bf16", 1e-9), ("f16", 1e-6)] {
+    // The same numbers, and what half precision makes of them and of keys and values.
+    for (format, kv, kl_bar) in [("f32", "f32", 1e-9), ("bf16", "f32", 1e-9), ("f16", "f16", 1e-6)]
+    {
         quantized(argument(&file), &["--format", format]);
-        let report = fidelity(argument(&file), &["--prompts", PROMPTS]);
+        let report = fidelity(argument(&file), &["--prompts", PROMPTS, "--kv", kv]);
         let prompts = &report["prompts"];
         let (all, exact) = (number(prompts, "/prompts"), number(prompts, "/exact"));
         if !(number(&report, "/text/kl_mean") <= kl_bar && exact == all && all >= 16.0) {

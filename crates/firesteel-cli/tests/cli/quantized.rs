@@ -89,7 +89,8 @@ fn every_observer_gives_ranges_that_hold() {
         let out = folder.path().join(name);
         let command =
             ["quantize", argument(&tiny), "--ranges", argument(ranges), "--scheme", "w8a8"];
-        stdout(&[&command[..], &["--context", "128", "--out", argument(&out)]].concat());
+        let options = ["--context", "128", "--embedding", "--out", argument(&out)];
+        stdout(&[&command[..], &options].concat());
         let command = ["check", argument(&out), "--against", argument(&tiny), "--text", HELD_OUT];
         let report = json(&[&command[..], &["--runner", "ort", "--tokens", "256"]].concat());
         number(&report, "/text/logits/db")
@@ -238,7 +239,7 @@ fn a_budget_of_decibels_is_measured_until_it_holds() {
         let report = quantize(&out, &[&options[..], &text].concat());
         let measured = number(&report, "/measured_db");
         assert!(measured >= asked.parse().unwrap(), "{report}");
-        assert!((number(&report, "/predicted_db") - measured).abs() < 4.0, "{report}");
+        assert!((number(&report, "/predicted_db") - measured).abs() < 8.0, "{report}");
         raised.push(report["raised"].as_array().unwrap().len());
     }
     assert!(raised[0] < raised[1] && raised[1] < 21, "{raised:?}");

@@ -23,30 +23,14 @@ struct Fed<'a> {
     others: Vec<&'a Weight>,
 }
 
-/// What is multiplied where columns are divided.
+/// What is multiplied where columns are divided: the gains of a norm, or the rows of a matrix. The
+/// values of the attention are none of them, because a host sees them in its cache.
 enum Maker<'a> {
-    /// The gains of a norm.
     Norm(&'a Weight),
-    /// The rows of a matrix from one on, of which those of a head are used by as many heads.
-    Rows { matrix: &'a Weight, first: usize, head: usize, used_by: usize },
-}
-
-impl Maker<'_> {
-    /// Each column's values become those of the columns that have the same row.
-    fn share(&self, columns: &mut [f32]) {
-        let Self::Rows { head, used_by, .. } = self else { return };
-        for group in columns.chunks_mut(head * used_by) {
-            for i in 0..(*head).min(group.len()) {
-                let sum: f64 = group.iter().skip(i).step_by(*head).map(|v| f64::from(*v)).sum();
-                let mean = (sum / *used_by as f64) as f32;
-                group.iter_mut().skip(i).step_by(*head).for_each(|value| *value = mean);
-            }
-        }
-    }
+    Rows(&'a Weight),
 }
 
 fn fed(checkpoint: &Checkpoint) -> Vec<Fed<'_>> {
-    let config = checkpoint.config();
     let mut all = Vec::new();
     for (index, layer) in checkpoint.layers().iter().enumerate() {
         let value = |name: &str| format!("layers.{index}.{name}");
@@ -64,26 +48,13 @@ fn fed(checkpoint: &Checkpoint) -> Vec<Fed<'_>> {
             sized: vec![&layer.mlp_gate, &layer.mlp_up],
             others: Vec::new(),
         });
-        let (heads, pairs) = (config.num_attention_heads, config.num_key_value_heads);
-        let values = Maker::Rows {
-            matrix: &layer.qkv,
-            first: heads.saturating_add(pairs).saturating_mul(config.head_dim),
-            head: config.head_dim.max(1),
-            used_by: (heads / pairs.max(1)).max(1),
-        };
-        let up = Maker::Rows { matrix: &layer.mlp_up, first: 0, head: 1, used_by: 1 };
-        for (maker, made, matrix) in [
-            (values, "attention.out_rows", &layer.attention_out),
-            (up, "mlp.product", &layer.mlp_down),
-        ] {
-            all.push(Fed {
-                name: matrix.name(),
-                value: value(made),
-                maker,
-                sized: vec![matrix],
-                others: Vec::new(),
-            });
-        }
+        all.push(Fed {
+            name: layer.mlp_down.name(),
+            value: value("mlp.product"),
+            maker: Maker::Rows(&layer.mlp_up),
+            sized: vec![&layer.mlp_down],
+            others: Vec::new(),
+        });
     }
     all.push(Fed {
         name: checkpoint.final_norm().name(),
@@ -102,8 +73,7 @@ fn fed(checkpoint: &Checkpoint) -> Vec<Fed<'_>> {
 /// meets more than others is left larger, because the error of its weights counts more: by a power
 /// of what it meets, as in activation-aware quantization (Lin et al., AWQ, 2024). Of a few powers the
 /// one is taken with which rounding to nearest makes the least noise in the matrices' outputs. The
-/// matrices after the values of the attention and after the product of the feed-forward layer are
-/// sized only where it is known what they meet.
+/// down projection is sized, by way of the up projection, only where it is known what it meets.
 ///
 /// # Errors
 /// When a weight cannot be read.
@@ -114,15 +84,12 @@ pub fn column_sizes(
     let mut columns = ColumnSizes::new();
     for Fed { name, value, maker, sized, .. } in fed(checkpoint) {
         let met = importance.get(&value);
-        if met.is_none() && matches!(maker, Maker::Rows { .. }) {
+        if met.is_none() && matches!(maker, Maker::Rows(_)) {
             continue;
         }
         let mut sizes = sizes(&sized)?;
-        maker.share(&mut sizes);
         if let Some(met) = met.filter(|met| met.len() == sizes.len()) {
-            let mut met = met.clone();
-            maker.share(&mut met);
-            let favours = favours(&sized, &sizes, &met)?;
+            let favours = favours(&sized, &sizes, met)?;
             sizes.iter_mut().zip(favours).for_each(|(size, favour)| *size /= favour);
         }
         columns.insert(name.to_owned(), sizes);
@@ -169,13 +136,9 @@ pub fn with_columns(
                 let scaled = norm.with_scaled_columns(norm.name(), sizes).ok_or_else(wrong)?;
                 changed.insert(norm.name(), scaled);
             }
-            Maker::Rows { matrix, first, head, used_by } => {
-                let of_heads =
-                    sizes.chunks(head * used_by).flat_map(|group| group.iter().take(*head));
-                let factors: Vec<f32> =
-                    std::iter::repeat_n(1.0, *first).chain(of_heads.copied()).collect();
+            Maker::Rows(matrix) => {
                 let own = changed.get(matrix.name()).unwrap_or(matrix);
-                let scaled = own.with_scaled_rows(matrix.name(), &factors).ok_or_else(wrong)?;
+                let scaled = own.with_scaled_rows(matrix.name(), sizes).ok_or_else(wrong)?;
                 changed.insert(matrix.name(), scaled);
             }
         }
@@ -349,30 +312,19 @@ mod tests {
     fn what_makes_the_inputs_of_sized_columns_makes_up_for_it() {
         let mut config = preset("spark-x2.5-1.7b").unwrap().with_layers(2).unwrap();
         (config.hidden_size, config.intermediate_size, config.vocab_size) = (64, 96, 64);
-        (config.num_attention_heads, config.num_key_value_heads, config.head_dim) = (4, 2, 16);
+        for rope in [&mut config.rope_sliding, &mut config.rope_full].into_iter().flatten() {
+            rope.dims = 16;
+        }
         let weights = RandomWeights { dtype: DType::F32, seed: 5, outliers: true };
         let model = Arc::new(Checkpoint::random(config, weights));
-        // The heads of a group meet different amounts, and one of the columns far more.
-        let met = |columns: usize| -> Vec<f32> {
-            (0..columns).map(|i| if i % 29 == 5 { 400.0 } else { 1.0 + (i % 7) as f32 }).collect()
-        };
-        let importance: Importance = (0..2)
-            .flat_map(|layer| {
-                [
-                    (format!("layers.{layer}.attention.out_rows"), met(64)),
-                    (format!("layers.{layer}.mlp.product"), met(96)),
-                ]
-            })
-            .collect();
-        let columns = column_sizes(&model, &importance).unwrap();
-        assert_eq!(columns.len(), 2 * 4 + 1);
-        let layer = &model.layers()[1];
-        let down = &columns[layer.mlp_down.name()];
+        // Some columns meet far more than the others.
+        let met: Vec<f32> =
+            (0..96).map(|i| if i % 29 == 5 { 400.0 } else { 1.0 + (i % 7) as f32 }).collect();
+        let value = |layer: usize| (format!("layers.{layer}.mlp.product"), met.clone());
+        let columns = column_sizes(&model, &Importance::from([value(0), value(1)])).unwrap();
+        assert_eq!(columns.len(), 2 * 3 + 1);
+        let down = &columns[model.layers()[1].mlp_down.name()];
         assert!(down[5] < 0.8 * down[6], "{} {}", down[5], down[6]);
-        let out = &columns[layer.attention_out.name()];
-        // Columns 0 to 15 and 16 to 31 are made by the same values.
-        assert_eq!(out[..16], out[16..32]);
-        assert_eq!(out[32..48], out[48..]);
         let sized = Arc::new(with_columns(&model, &columns).unwrap());
         let streams = |model: &Arc<Checkpoint>| {
             let hidden: Vec<f32> =
