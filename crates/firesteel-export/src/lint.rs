@@ -63,7 +63,9 @@ pub fn lint(graph: &Graph, dialect: Dialect) -> Vec<Finding> {
         }
         let refused = match (&node.op, dialect) {
             (Op::Erf, Dialect::Qnn) => Some("Erf stays on the CPU once quantized; use Gelu"),
-            (Op::Cast { .. }, Dialect::Qnn) => Some("the processor has one float width"),
+            (Op::Cast { .. }, Dialect::Qnn) if !beside_integers(graph) => {
+                Some("the processor has one float width")
+            }
             _ => None,
         };
         if let Some(reason) = refused {
@@ -106,12 +108,14 @@ pub fn linear_weight(graph: &Graph, node: &Node) -> Option<ValueId> {
 /// makes one operation of each, or silently computes it in floats where it has none:
 /// - `unquantized`: every operand that is no constant is dequantized, or none is; and then every
 ///   result is quantized and read by nothing else. Only the products of attention may have float
-///   operands (keys and values that stay floats), and a linear layer a float weight.
+///   operands (keys and values that stay floats), and a Cast may stand between integers and a
+///   linear layer in half precision.
 /// - `mixed`: operands and results that vary have one type. The second operand of a product may be
 ///   a signed 16-bit number of zero point 0 under 16-bit activations, or one of 8 bits.
 /// - `operands`: the products that do not exist: u16 by u16, 8 bits by 16 bits.
 /// - `weight`: a weight has symmetric integers, 4 or 8 bits wide with a scale a row or one for all,
-///   or 16 bits wide with one for all.
+///   or 16 bits wide with one for all. A weight in floats directly between integers is turned into
+///   integers with one scale for all by ONNX Runtime's QNN provider, without a word.
 fn quantized(graph: &Graph, report: &mut dyn FnMut(&str, &str, String)) {
     let mut makers: HashMap<ValueId, &Node> = HashMap::new();
     let mut readers: HashMap<ValueId, Vec<&Node>> = HashMap::new();
@@ -157,7 +161,8 @@ fn quantized(graph: &Graph, report: &mut dyn FnMut(&str, &str, String)) {
         let complete = types.len() == sources.len() + results.len();
         // Keys and values in floats: their products and what is joined to the caches.
         let attention = matches!(node.op, Op::MatMul | Op::Concat { .. });
-        if !complete && !attention {
+        let seam = matches!(node.op, Op::Cast { .. });
+        if !complete && !attention && !seam {
             let problem = "some operands or results are quantized and others are not, so the \
                            operator runs in floats";
             report("unquantized", &node.name, format!("{}: {problem}", node.op.name()));
@@ -190,8 +195,16 @@ fn is_zero(constant: &Constant) -> bool {
 }
 
 /// Checks the quantized weight of a linear layer.
+/// Whether a graph has integers.
+fn beside_integers(graph: &Graph) -> bool {
+    graph.nodes().iter().any(|node| matches!(node.op, Op::QuantizeLinear { .. }))
+}
+
 fn weight_format(graph: &Graph, node: &Node, report: &mut dyn FnMut(&str, &str, String)) {
-    let Some(maker) = maker(graph, node.inputs[1]) else { return };
+    let Some(maker) = maker(graph, node.inputs[1]) else {
+        let problem = "floats between integers become integers with one scale for all";
+        return report("weight", &node.name, problem.into());
+    };
     let dtype = graph.value(maker.inputs[0]).dtype;
     let by_row = match maker.op {
         Op::DequantizeLinear { axis: Some(0) } => true,
@@ -346,6 +359,28 @@ mod tests {
             let rules: Vec<String> =
                 lint(&hand.graph, Dialect::Qnn).into_iter().map(|finding| finding.rule).collect();
             assert_eq!(rules, expected, "{dtype} {axis:?}");
+        }
+    }
+
+    #[test]
+    fn weights_in_floats_stand_apart_from_integers() {
+        for (apart, expected) in [(true, &[][..]), (false, &["weight"])] {
+            let mut hand = Hand { graph: Graph::new("linear"), count: 0 };
+            let mut x = hand.operand(DType::U16, 3);
+            let dtype = if apart { DType::F16 } else { DType::F32 };
+            let w = hand.constant(Tensor::from_f32_as(dtype, vec![2, 2], vec![1.0; 4]).unwrap());
+            if apart {
+                x = hand.graph.add(Op::Cast { to: dtype }, &[x], "before").unwrap();
+            }
+            let mut y = hand.graph.add(Op::Gemm, &[x, w], "y").unwrap();
+            if apart {
+                y = hand.graph.add(Op::Cast { to: DType::F32 }, &[y], "after").unwrap();
+            }
+            let y = hand.border(true, y, DType::U16, 9);
+            hand.graph.output(y).unwrap();
+            let rules: Vec<String> =
+                lint(&hand.graph, Dialect::Qnn).into_iter().map(|finding| finding.rule).collect();
+            assert_eq!(rules, expected, "{apart}");
         }
     }
 }

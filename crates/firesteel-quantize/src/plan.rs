@@ -129,7 +129,7 @@ impl WeightWidth {
             Self::Four => DType::I4,
             Self::Eight => DType::I8,
             Self::Sixteen => DType::I16,
-            Self::Float => DType::F32,
+            Self::Float => DType::F16,
         }
     }
 

@@ -163,7 +163,13 @@ impl Matrix {
         let values = constant_f32(graph, id)?;
         let shape = vec![plan.rows, plan.columns];
         let bits = match plan.width {
-            WeightWidth::Float => return Ok(Self::Float(Tensor::from_f32(shape, values)?)),
+            WeightWidth::Float => {
+                let values = Tensor::from_f32_as(DType::F16, shape, values)?;
+                if values.view().first_non_finite().is_some() {
+                    return Err(QuantizeError::NonFinite { name: plan.name.clone() });
+                }
+                return Ok(Self::Float(values));
+            }
             WeightWidth::Sixteen => {
                 let magnitude = values.iter().fold(0f32, |most, w| most.max(w.abs()));
                 let encoding = symmetric(DType::I16, magnitude.into());
@@ -744,22 +750,19 @@ impl Rewriter<'_> {
         self.finish(node, &[x, w], Some(encoding))
     }
 
-    /// A product of floats between integers. Where it stands directly between them, the compiler
-    /// makes a matrix of integers of its own; where something else in floats does, it does not.
+    /// A product in half precision between integers. Without the casts ONNX Runtime's QNN provider
+    /// takes it for one of integers and makes the matrix one of 8 bits with one scale.
     fn float_gemm(&mut self, node: &Node, [x, w]: [ValueId; 2]) -> Built<()> {
-        let output = self.source.value(node.outputs[0]);
-        let (name, shape) = (output.name.clone(), output.shape.clone());
-        let same = |shape: &[usize]| Op::Reshape { shape: shape.to_vec() };
-        let from = self.graph.value(x).shape.clone();
+        let name = self.source.value(node.outputs[0]).name.clone();
         let before = self.free_name(&format!("{name}.float_input"));
-        let x = self.graph.add(same(&from), &[x], before)?;
+        let x = self.graph.add(Op::Cast { to: DType::F16 }, &[x], before)?;
         let made = self.graph.add_node(
             &node.name,
             node.op.clone(),
             &[x, w],
             vec![format!("{name}.float_output")],
         )?;
-        let raw = self.graph.add(same(&shape), &made[..1], format!("{name}.raw"))?;
+        let raw = self.graph.add(Op::Cast { to: DType::F32 }, &made[..1], format!("{name}.raw"))?;
         let dtype = self.type_of(node);
         let encoding = asymmetric(dtype, self.range(&name, dtype)?);
         let q = self.quantize(raw, encoding, &format!("{name}.q"))?;

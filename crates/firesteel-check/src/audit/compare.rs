@@ -136,10 +136,11 @@ pub fn audit(
     let mut unplanned: Vec<(&String, &QnnOp)> = Vec::new();
     for (name, op) in &dump.nodes {
         let Some(node) = plan.by_name.get(name.as_str()) else {
-            match plan.conversion(op) {
-                Some(node) => drop(listed.insert(node)),
-                None => unplanned.push((name, op)),
+            let nodes = plan.conversion(op);
+            if nodes.is_empty() && !plan.repeats(op, dump) {
+                unplanned.push((name, op));
             }
+            listed.extend(nodes);
             continue;
         };
         listed.insert(name);
@@ -408,14 +409,40 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// The `QuantizeLinear` of a pair that the graph spells, if `op` converts between its values.
-    fn conversion(&self, op: &QnnOp) -> Option<&'a str> {
-        let ([input], [output]) = (&op.inputs[..], &op.outputs[..]) else { return None };
-        let quantize = self.producer.get(&self.graph.find(output)?)?;
-        let dequantize = self.dequantized(*quantize.inputs.first()?)?;
-        let source = self.name(*dequantize.inputs.first()?);
-        (matches!(quantize.op, Op::QuantizeLinear { .. }) && source == input)
-            .then_some(quantize.name.as_str())
+    /// The nodes of a conversion that the graph spells, if `op` is one: from integers to others, or
+    /// between integers and half precision, which takes a cast. None if it is not.
+    fn conversion(&self, op: &QnnOp) -> Vec<&'a str> {
+        let ([input], [output]) = (&op.inputs[..], &op.outputs[..]) else { return Vec::new() };
+        let last = self.graph.find(output).and_then(|id| self.producer.get(&id).copied());
+        let before =
+            |node: &'a Node| node.inputs.first().and_then(|id| self.producer.get(id).copied());
+        let (Some(last), Some(first)) = (last, last.and_then(before)) else { return Vec::new() };
+        let spelled = matches!(
+            (&first.op, &last.op),
+            (Op::DequantizeLinear { .. } | Op::Cast { .. }, Op::QuantizeLinear { .. })
+                | (Op::DequantizeLinear { .. }, Op::Cast { .. })
+        );
+        match first.inputs.first() {
+            Some(source) if spelled && self.name(*source) == input => vec![&last.name, &first.name],
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether `op` makes the floats of integers that a `DequantizeLinear` makes too, for one of its
+    /// readers in floats: ONNX Runtime gives each its own.
+    fn repeats(&self, op: &QnnOp, dump: &Dump) -> bool {
+        let ([input], [output]) = (&op.inputs[..], &op.outputs[..]) else { return false };
+        let float = dump.tensors.get(output).is_some_and(|tensor| tensor.data_type.is_float());
+        let reads = |node: &Node| {
+            let listed = dump.nodes.get(&node.name);
+            listed.is_some_and(|listed| listed.inputs.contains(output)) && !self.quantized(node)
+        };
+        let same = |node: &&Node| {
+            matches!(node.op, Op::DequantizeLinear { .. })
+                && node.inputs.first().is_some_and(|id| self.name(*id) == input)
+                && node.outputs.iter().any(|id| self.consumers(*id).iter().any(|n| reads(n)))
+        };
+        float && self.graph.nodes().iter().any(|node| same(&node))
     }
 
     /// The integer type that a value has in the compiled graph.

@@ -195,6 +195,13 @@ fn what_is_kept_in_floats_and_what_is_made_up_are_told() {
     let check = ["check", argument(&out), "--against", tiny, "--steps", "8"];
     stdout(&[&check[..], &["--min-snr", "36"]].concat());
 
+    // Keys and values in floats are asked for, so there is nothing to find.
+    let (halves, out) = (at("halves"), at("halves-compiled"));
+    let options = ["--context", "66", "--ranges", ranges, "--kv", "f16", "--out"];
+    stdout(&[&fixed[..], &options, &[argument(&halves)]].concat());
+    let manifest = parsed(&stdout(&compile(&halves, &out, &["--json"])));
+    assert_eq!(manifest["steps"][0]["parts"][0]["audit"]["findings"], json!([]));
+
     let options = ["--context", "65", "--uncalibrated", "--out", argument(&made_up)];
     stdout(&[&fixed[..], &options].concat());
     let out = at("uncalibrated");

@@ -201,10 +201,6 @@ impl BenchQnn {
         let artifact = match spelling.form {
             Form::Integers(kv) => {
                 options.precision = Precision::Fp32;
-                // Caches in floats are what they are.
-                if kv == KvFormat::F16 {
-                    allow.extend(Rule::ALL);
-                }
                 integers(checkpoint, &options, kv, folder)?
             }
             form => {
