@@ -187,6 +187,8 @@ pub struct MatrixPlan {
     pub name: String,
     /// Name of the value that it is multiplied with, in that graph.
     pub input: String,
+    /// Name of what the product makes.
+    pub output: String,
     /// Output channels.
     pub rows: usize,
     /// Input channels.
@@ -223,6 +225,7 @@ pub fn plan(step: &StepGraphs, options: &SchemeOptions<'_>) -> Vec<MatrixPlan> {
                 graph: index,
                 name: weight.name.clone(),
                 input: graph.value(node.inputs[0]).name.clone(),
+                output: graph.value(node.outputs[0]).name.clone(),
                 rows,
                 columns,
                 width: (options.width)(&weight.name).unwrap_or(own),

@@ -13,6 +13,7 @@ mod model;
 mod output_error;
 mod plan;
 mod round;
+mod scores;
 
 pub use equalize::{ColumnSizes, Importance, column_sizes, equalized, with_columns};
 pub use follow::{LayerOptions, round_layers};
@@ -21,6 +22,7 @@ pub use model::{ModelOptions, QuantizedModel, Widths, quantize_model};
 pub use output_error::OutputError;
 pub use plan::{Budget, Choice, Plan, plan};
 pub use round::round_for_output;
+pub use scores::{ScoreRows, round_for_scores};
 
 use firesteel_checkpoint::CheckpointError;
 use firesteel_engine::EngineError;

@@ -82,6 +82,49 @@ pub(super) fn block(
 }
 
 impl Full {
+    /// The form of the products `of` columns divided by `unit`, damped. `sums` are those of each
+    /// column with itself.
+    pub(super) fn new(
+        sums: &[f64],
+        unit: f64,
+        of: &(dyn Fn(usize, usize) -> f64 + Sync),
+    ) -> Result<Self, WeightError> {
+        let columns = sums.len();
+        let mut order: Vec<usize> = (0..columns).collect();
+        order.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]).then(a.cmp(b)));
+        let damped = |i: usize, j: usize| {
+            let sum = of(i, j) / unit;
+            if i == j { sum * (1.0 + DAMPING) + FLOOR } else { sum }
+        };
+        let mut matrix = vec![0.0; columns * columns];
+        // The Cholesky factor of M with its rows and columns reversed is R, reversed.
+        let mut lower = vec![0.0; columns * columns];
+        let width = columns.max(1);
+        let rows = matrix.par_chunks_mut(width).zip(lower.par_chunks_mut(width).rev());
+        rows.zip(&order).for_each(|((row, reversed), &i)| {
+            for (j, value) in order.iter().zip(row.iter_mut()) {
+                *value = damped(i, *j);
+            }
+            for (reversed, value) in reversed.iter_mut().rev().zip(row.iter()) {
+                *reversed = *value;
+            }
+        });
+        cholesky(&mut lower, columns).map_err(|column| WeightError::NotPositive {
+            column: order.iter().rev().nth(column).copied().unwrap_or_default(),
+        })?;
+        let shaped = |values: Vec<f64>| {
+            Array2::from_shape_vec((columns, columns), values)
+                .map_err(|_| WeightError::TooManyColumns { columns, most: columns })
+        };
+        let lower = shaped(lower)?;
+        let mut factor = Array2::zeros((columns, columns));
+        let mut reversed = lower.view();
+        reversed.invert_axis(Axis(0));
+        reversed.invert_axis(Axis(1));
+        factor.assign(&reversed.t());
+        Ok(Self { order, matrix: shaped(matrix)?, factor })
+    }
+
     /// Replaces each row by row M⁻¹, columns in the order of the matrix.
     fn solve(&self, rows: &mut Array2<f64>) {
         let columns = self.order.len();
@@ -160,38 +203,25 @@ impl OutputError {
         if chance(gram, &sums) > MOST_CHANCE {
             return Ok(Self::diagonal(sums));
         }
-        let mut order: Vec<usize> = (0..columns).collect();
-        order.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]).then(a.cmp(b)));
-        let damped = |i: usize, j: usize| {
-            let sum = gram.at(i, j) / mean;
-            if i == j { sum * (1.0 + DAMPING) + FLOOR } else { sum }
-        };
-        let mut matrix = vec![0.0; columns * columns];
-        // The Cholesky factor of M with its rows and columns reversed is R, reversed.
-        let mut lower = vec![0.0; columns * columns];
-        let rows = matrix.par_chunks_mut(columns).zip(lower.par_chunks_mut(columns).rev());
-        rows.zip(&order).for_each(|((row, reversed), &i)| {
-            for (j, value) in order.iter().zip(row.iter_mut()) {
-                *value = damped(i, *j);
+        let full = Full::new(&sums, mean, &|i, j| gram.at(i, j))?;
+        Ok(Self { form: Form::Full(full), unit: mean })
+    }
+
+    /// The sums of products of the outputs of `rows` `[n, K]`, `[n, n]`, up to the factor.
+    pub(super) fn products(&self, rows: &Array2<f64>) -> Array2<f64> {
+        match &self.form {
+            Form::Diagonal(sums) => {
+                let mut weighed = rows.clone();
+                for mut row in weighed.outer_iter_mut() {
+                    row.iter_mut().zip(sums).for_each(|(value, sum)| *value *= sum);
+                }
+                weighed.dot(&rows.t())
             }
-            for (reversed, value) in reversed.iter_mut().rev().zip(row.iter()) {
-                *reversed = *value;
+            Form::Full(full) => {
+                let ordered = rows.select(Axis(1), &full.order);
+                ordered.dot(&full.matrix).dot(&ordered.t())
             }
-        });
-        cholesky(&mut lower, columns).map_err(|column| WeightError::NotPositive {
-            column: order.iter().rev().nth(column).copied().unwrap_or_default(),
-        })?;
-        let shaped = |values: Vec<f64>| {
-            Array2::from_shape_vec((columns, columns), values)
-                .map_err(|_| WeightError::TooManyColumns { columns, most: columns })
-        };
-        let lower = shaped(lower)?;
-        let mut factor = Array2::zeros((columns, columns));
-        let mut reversed = lower.view();
-        reversed.invert_axis(Axis(0));
-        reversed.invert_axis(Axis(1));
-        factor.assign(&reversed.t());
-        Ok(Self { form: Form::Full(Full { order, matrix: shaped(matrix)?, factor }), unit: mean })
+        }
     }
 
     /// Replaces each of `rows` `[n, K]` by row G⁻¹, where G is the Gram matrix, damped.

@@ -4,9 +4,9 @@ use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 use rayon::prelude::*;
 
 /// Rows that are rounded together, so that the form is read less often.
-const TOGETHER: usize = 128;
+pub(super) const TOGETHER: usize = 128;
 /// Scales that a row is rounded with to choose one.
-const CANDIDATES: usize = 4;
+pub(super) const CANDIDATES: usize = 4;
 /// Changes of a row's codes within a panel that are made one by one.
 const FEW: usize = 8;
 /// How often the scale is fitted and the codes are gone through again.
@@ -37,22 +37,21 @@ pub fn round_for_output(
     if error.columns() != columns {
         return Err(WeightError::Columns { columns, measured: error.columns() });
     }
-    let round_rows = |block: &[f32]| -> Vec<Row> {
-        match &error.form {
-            Form::Diagonal(sums) => block
-                .chunks(columns.max(1))
-                .map(|row| {
-                    let weights: Vec<f64> = row.iter().copied().map(f64::from).collect();
-                    let scale = search(&weights, sums, bits, Reach::apart(bits));
-                    Row { codes: rounded(&weights, scale, bits), scale }
-                })
-                .collect(),
-            Form::Full(full) => compensated(block, full, bits),
-        }
-    };
-    let blocks: Vec<Vec<Row>> =
-        values.par_chunks(TOGETHER.saturating_mul(columns).max(1)).map(round_rows).collect();
-    let mut codes = Vec::with_capacity(values.len());
+    let blocks: Vec<Vec<Row>> = values
+        .par_chunks(TOGETHER.saturating_mul(columns).max(1))
+        .map(|block| round_rows(block, bits, error))
+        .collect();
+    Ok(joined(blocks, rows, columns, bits))
+}
+
+/// The matrix of rounded rows, of which there are `rows`, or none of rows without columns.
+pub(super) fn joined(
+    blocks: Vec<Vec<Row>>,
+    rows: usize,
+    columns: usize,
+    bits: WeightBits,
+) -> QuantizedMatrix {
+    let mut codes = Vec::with_capacity(rows.saturating_mul(columns));
     let mut scales = Vec::with_capacity(rows);
     for row in blocks.into_iter().flatten() {
         codes.extend_from_slice(&row.codes);
@@ -60,25 +59,40 @@ pub fn round_for_output(
     }
     // Rows without columns have scales too.
     scales.resize(rows, f32::MIN_POSITIVE);
-    Ok(QuantizedMatrix { bits, rows, columns, codes, scales })
+    QuantizedMatrix { bits, rows, columns, codes, scales }
 }
 
 /// A rounded row.
-struct Row {
-    codes: Vec<i8>,
-    scale: f32,
+pub(super) struct Row {
+    pub(super) codes: Vec<i8>,
+    pub(super) scale: f32,
+}
+
+/// Rounds some rows, each by itself.
+pub(super) fn round_rows(values: &[f32], bits: WeightBits, error: &OutputError) -> Vec<Row> {
+    match &error.form {
+        Form::Diagonal(sums) => values
+            .chunks(sums.len().max(1))
+            .map(|row| {
+                let weights: Vec<f64> = row.iter().copied().map(f64::from).collect();
+                let scale = search(&weights, sums, bits, Reach::apart(bits));
+                Row { codes: rounded(&weights, scale, bits), scale }
+            })
+            .collect(),
+        Form::Full(full) => compensated(values, full, bits),
+    }
 }
 
 /// The whole number next to `value` within the range of codes, ties to even.
 #[inline(always)]
-fn code(value: f64, largest: f64) -> f64 {
+pub(super) fn code(value: f64, largest: f64) -> f64 {
     // Adding it leaves no bits behind the point.
     const SHIFT: f64 = 6_755_399_441_055_744.0;
     (value.clamp(-largest, largest) + SHIFT) - SHIFT
 }
 
 /// What becomes of a scale that is stored.
-fn stored(scale: f64) -> f32 {
+pub(super) fn stored(scale: f64) -> f32 {
     (scale as f32).clamp(f32::MIN_POSITIVE, f32::MAX)
 }
 
@@ -89,7 +103,7 @@ fn rounded(weights: &[f64], scale: f32, bits: WeightBits) -> Vec<i8> {
 
 /// The scale of least Σ d (w − ŵ)² among some around the one that plain rounding takes, that one
 /// included, and then fitted to its codes as long as the error falls.
-fn search(weights: &[f64], sums: &[f64], bits: WeightBits, reach: Reach) -> f32 {
+pub(super) fn search(weights: &[f64], sums: &[f64], bits: WeightBits, reach: Reach) -> f32 {
     let largest = f64::from(bits.largest());
     let plain = weights.iter().fold(0f64, |most, weight| most.max(weight.abs())) / largest;
     // The error, and the scale that fits the codes best.
@@ -126,7 +140,7 @@ fn search(weights: &[f64], sums: &[f64], bits: WeightBits, reach: Reach) -> f32 
 
 /// Scales that are tried, as factors of the one that plain rounding takes.
 #[derive(Clone, Copy)]
-struct Reach {
+pub(super) struct Reach {
     first: f64,
     last: f64,
     steps: usize,
@@ -143,7 +157,7 @@ impl Reach {
     }
 
     /// Where columns make up for each other, and none falls where it would alone.
-    fn together(bits: WeightBits) -> Self {
+    pub(super) fn together(bits: WeightBits) -> Self {
         match bits {
             WeightBits::Four => Self { first: 1.0, last: 0.4, steps: 32 },
             WeightBits::Eight => Self { first: 1.0, last: 0.8, steps: 32 },
@@ -152,7 +166,7 @@ impl Reach {
 }
 
 /// Factors of the scale that is best for the columns apart.
-fn candidates(bits: WeightBits) -> [f64; CANDIDATES] {
+pub(super) fn candidates(bits: WeightBits) -> [f64; CANDIDATES] {
     match bits {
         WeightBits::Four => [0.88, 0.96, 1.04, 1.12],
         WeightBits::Eight => [0.96, 0.99, 1.0, 1.02],

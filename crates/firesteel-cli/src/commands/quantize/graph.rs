@@ -16,8 +16,9 @@ use firesteel_checkpoint::{Checkpoint, LayerWeights, ModelConfig};
 use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
 use firesteel_generate::AddedTokens;
 use firesteel_quantize::weights::{
-    Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, WeightBits, Widths,
-    equalized, quantize_model, round_for_output, round_layers, round_nearest, with_columns,
+    Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, ScoreRows, WeightBits,
+    Widths, equalized, quantize_model, round_for_output, round_for_scores, round_layers,
+    round_nearest, with_columns,
 };
 use firesteel_quantize::{
     KvFormat, MatrixPlan, Pair, Quantized, RangeSource, Ranges, Scheme, SchemeOptions, WeightWidth,
@@ -308,7 +309,10 @@ impl GraphRequest<'_> {
             match met.filter(|met| met.len() == columns) {
                 Some(met) => {
                     let error = OutputError::of_importance(met)?;
-                    round_for_output(values, rows, columns, bits, &error)
+                    match ScoreRows::of_output(&matrix.output, &step.spec) {
+                        Some(scores) => round_for_scores(values, columns, bits, &error, &scores),
+                        None => round_for_output(values, rows, columns, bits, &error),
+                    }
                 }
                 None => round_nearest(values, rows, columns, bits),
             }
