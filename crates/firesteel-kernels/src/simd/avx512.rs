@@ -99,7 +99,7 @@ impl Simd for Avx512Vnni {
 
     #[inline(always)]
     fn quantized_tile(self, tile: QuantizedTile<'_>) {
-        // What is bound by memory is read faster by narrower loads, which ask for more at a time.
+        // Few rows are bound by memory, which AVX2's tiles keep at least as busy.
         if tile.sums.len() < avx2::FEW * PAIRS * 2 * STRIP {
             return self.avx2().quantized_tile(tile);
         }
