@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 pub struct TextReport {
     /// Tokens whose logits were compared.
     pub tokens: usize,
-    /// Sequences that the text was cut into, each from an empty cache.
+    /// Sequences of the text, each from an empty cache.
     pub sequences: usize,
     /// All logits.
     pub logits: Snr,
@@ -68,31 +68,31 @@ pub struct PromptOptions<'a> {
     pub ends: &'a [u32],
 }
 
-/// Runs `ids`, cut into sequences of `sequence` tokens at most, on both and compares every
-/// token's logits.
+/// Runs the sequences of a text on both, each from an empty cache, and compares every token's
+/// logits.
 ///
 /// # Errors
-/// When there are fewer than two tokens, a sequence does not fit a context, the vocabularies
-/// differ, or one side fails or returns what is not finite.
+/// When no sequence has two tokens or one does not fit a context, the vocabularies differ, or one
+/// side fails or returns what is not finite.
 pub fn compare_text(
     reference: &mut dyn Decoder,
     test: &mut dyn Decoder,
-    ids: &[u32],
-    sequence: usize,
+    sequences: &[&[u32]],
     tie_margin: f64,
 ) -> Result<TextReport, CheckError> {
     same_vocabulary(reference, test)?;
-    if ids.len() < 2 || sequence < 2 {
+    let longest = sequences.iter().map(|ids| ids.len()).max().unwrap_or(0);
+    if longest < 2 {
         let problem = "a sequence takes two at least".into();
-        return Err(CheckError::Tokens { count: ids.len().min(sequence), problem });
+        return Err(CheckError::Tokens { count: longest, problem });
     }
     let width = reference.vocab_size();
     let (mut left, mut right) = (Rows::default(), Rows::default());
     let mut meter = SnrMeter::default();
-    let mut divergences = Vec::with_capacity(ids.len());
+    let mut divergences = Vec::new();
     let mut likelihoods = [0f64; 2];
     let (mut predicted, mut top5, mut disagreements, mut near_ties) = (0usize, 0.0, 0, 0);
-    for sequence in ids.chunks(sequence) {
+    for sequence in sequences {
         reference.clear();
         test.clear();
         let mut at = 0;
@@ -129,7 +129,7 @@ pub fn compare_text(
     let perplexity = likelihoods.map(|sum| (-sum / predicted.max(1) as f64).exp());
     Ok(TextReport {
         tokens,
-        sequences: ids.len().div_ceil(sequence),
+        sequences: sequences.len(),
         logits: meter.snr(),
         kl_mean,
         kl_p99: divergences.get(rank).copied().unwrap_or_default(),
@@ -380,8 +380,8 @@ mod tests {
         // even.
         let mut reference = table("a", &[&[LN_2, 0.0], &[0.0, 0.0]]);
         let mut test = table("b", &[&[0.0, LN_2], &[0.0, 0.0]]);
-        let ids = [0, 0, 1, 0, 0];
-        let report = compare_text(&mut reference, &mut test, &ids, 3, 1.0).unwrap();
+        let sequences: [&[u32]; 2] = [&[0, 0, 1], &[0, 0]];
+        let report = compare_text(&mut reference, &mut test, &sequences, 1.0).unwrap();
         assert_eq!((report.tokens, report.sequences), (5, 2));
         let divergence = f64::from(LN_2) / 3.0;
         assert!((report.kl_mean - divergence * 4.0 / 5.0).abs() < 1e-7, "{report:?}");
@@ -396,7 +396,8 @@ mod tests {
         assert_eq!(report.perplexity_change, change);
         assert_eq!((report.disagreements, report.near_ties), (4, 4));
         assert!((report.top1 - 0.2).abs() < 1e-12 && report.top5 == 1.0);
-        let same = compare_text(&mut table("a", &[&[LN_2, 0.0]]), &mut reference, &[0, 0], 2, 1.0);
+        let zeros: [&[u32]; 1] = [&[0, 0]];
+        let same = compare_text(&mut table("a", &[&[LN_2, 0.0]]), &mut reference, &zeros, 1.0);
         let same = same.unwrap();
         assert!(same.logits.identical && same.kl_max == 0.0 && same.perplexity_change == 0.0);
     }
@@ -460,7 +461,7 @@ mod tests {
         let mut broken = table("c", &[&[0.0, f32::NAN]]);
         let options = PromptOptions { tokens: 8, tie_margin: 0.05, ends: &[] };
         let mut text = |test: &mut Table, ids: &[u32]| {
-            compare_text(&mut two, test, ids, 4, 0.05).unwrap_err().to_string()
+            compare_text(&mut two, test, &[ids], 0.05).unwrap_err().to_string()
         };
         let vocabulary = "the vocabulary of a and b differ: 2 against 3";
         assert_eq!(text(&mut three, &[0, 0]), vocabulary);

@@ -24,6 +24,8 @@ pub struct Calibrator<'a> {
     observers: BTreeMap<String, Observer>,
     /// Names of the values that matrices are multiplied with.
     multiplied: BTreeSet<String>,
+    /// Names of the values that norms square.
+    squared: BTreeSet<String>,
     tokens: u64,
 }
 
@@ -51,6 +53,7 @@ impl<'a> Calibrator<'a> {
             stages: HashMap::new(),
             observers: BTreeMap::new(),
             multiplied: BTreeSet::new(),
+            squared: BTreeSet::new(),
             tokens: 0,
         }
     }
@@ -68,9 +71,14 @@ impl<'a> Calibrator<'a> {
                 std::collections::hash_map::Entry::Vacant(entry) => {
                     let (graph, spec) = (self.make)(part.len())?;
                     let watched = watched(&graph, &spec);
-                    let inputs = graph.nodes().iter().filter(|node| node.op == Op::Gemm);
-                    let names = inputs.map(|node| &graph.value(node.inputs[0]).name);
-                    self.multiplied.extend(names.map(|name| range_key(name, &spec)));
+                    for node in graph.nodes() {
+                        let names = match node.op {
+                            Op::Gemm => &mut self.multiplied,
+                            Op::RmsNormalization { .. } => &mut self.squared,
+                            _ => continue,
+                        };
+                        names.insert(range_key(&graph.value(node.inputs[0]).name, &spec));
+                    }
                     entry.insert(Stage { evaluator: Evaluator::new(graph)?, spec, watched })
                 }
             };
@@ -115,6 +123,11 @@ impl<'a> Calibrator<'a> {
             (name.clone(), squares.iter().map(mean).collect())
         });
         squares.collect()
+    }
+
+    /// Names of the values that norms square.
+    pub fn squared(&self) -> &BTreeSet<String> {
+        &self.squared
     }
 
     /// The ranges that `method` chooses.
@@ -175,7 +188,12 @@ fn watched(graph: &Graph, spec: &StepSpec) -> HashMap<ValueId, Watched> {
         let width = value.shape.last().copied().unwrap_or(1);
         let key = range_key(&value.name, spec);
         let rows = value.shape.len() == 2 && key != "logits";
-        let channels = if rows || entry { width } else { 0 };
+        let channels = match entry {
+            // Each head has channels of its own.
+            true => spec.num_key_value_heads * width,
+            false if rows => width,
+            false => 0,
+        };
         watched.insert(id, Watched { key, width, channels, floor });
     };
     for id in graph.inputs() {

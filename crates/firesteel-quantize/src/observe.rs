@@ -58,7 +58,8 @@ struct Histogram {
 }
 
 impl Observer {
-    /// An observer that keeps the last axis' `channels` apart; 0 for none.
+    /// An observer that keeps `channels` apart: those of the last axis, or of the last axis in each
+    /// of the equally large parts that the rows fall into, such as heads; 0 for none.
     pub fn new(channels: usize) -> Self {
         Self {
             min: f64::INFINITY,
@@ -75,13 +76,16 @@ impl Observer {
     /// Adds the elements of a value whose rows have `width` elements. Elements below `floor` are
     /// left out: they are masked.
     pub fn add(&mut self, values: &[f64], width: usize, floor: f64) {
-        for row in values.chunks(width.max(1)) {
-            let square: f64 = row.iter().filter(|x| **x >= floor).map(|x| x * x).sum();
+        let width = width.max(1);
+        let parts = (self.channels.len() / width).max(1);
+        let rows = (values.len() / width).div_ceil(parts).max(1);
+        for (row, elements) in values.chunks(width).enumerate() {
+            let square: f64 = elements.iter().filter(|x| **x >= floor).map(|x| x * x).sum();
             self.largest_row_square = self.largest_row_square.max(square);
-            for (magnitude, x) in self.channels.iter_mut().zip(row) {
+            let first = row / rows * width;
+            let magnitudes = self.channels.iter_mut().zip(&mut self.squares).skip(first);
+            for ((magnitude, sum), x) in magnitudes.zip(elements) {
                 *magnitude = magnitude.max(x.abs() as f32);
-            }
-            for (sum, x) in self.squares.iter_mut().zip(row) {
                 *sum += x * x;
             }
         }
@@ -246,6 +250,21 @@ mod tests {
         assert_eq!(one.histogram.counts, other.histogram.counts);
         assert_eq!(one.count(), 40_002);
         assert_eq!(one.extremes(), other.extremes());
+    }
+
+    #[test]
+    fn heads_have_channels_of_their_own() {
+        // Two heads of two dimensions, first over three tokens and then over one.
+        let mut observer = Observer::new(4);
+        let values = [1.0, -2.0, 3.0, 0.0, -1.0, 1.0, 10.0, 0.5, -20.0, 0.0, 5.0, -0.25];
+        observer.add(&values, 2, f64::NEG_INFINITY);
+        observer.add(&[0.0, 4.0, 1.0, 1.0], 2, f64::NEG_INFINITY);
+        assert_eq!(observer.channels(), [3.0, 4.0, 20.0, 1.0]);
+        assert_eq!(observer.channel_squares(), [11.0, 21.0, 526.0, 1.3125]);
+        // Without heads every row has the same channels.
+        let mut observer = Observer::new(2);
+        observer.add(&values, 2, f64::NEG_INFINITY);
+        assert_eq!(observer.channels(), [20.0, 2.0]);
     }
 
     #[test]

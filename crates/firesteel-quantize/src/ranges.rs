@@ -83,7 +83,7 @@ pub struct TensorRange {
 /// A channel and its largest magnitude.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ChannelPeak {
-    /// Index in the last axis.
+    /// Index in the last axis; of keys and values head · head_dim + dimension.
     pub channel: u64,
     /// max |x|.
     pub magnitude: f64,

@@ -13,6 +13,7 @@ use firesteel_quantize::weights::{ColumnSizes, Importance, column_sizes, with_co
 use firesteel_quantize::{Calibrator, Method, QuantizeError, Ranges, TensorRange, TextHash};
 use firesteel_step::{CacheLayoutChoice, Logits, StepSpec};
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -108,8 +109,8 @@ struct Report {
     /// Whether a sequence is longer than the sliding window.
     past_window: bool,
     tensors: usize,
-    /// Values that half precision cannot hold, or whose squares it cannot add in a norm that is
-    /// decomposed.
+    /// Values that half precision cannot hold, or that a norm squares and whose squares it cannot
+    /// add where the norm is decomposed.
     overflow: Vec<Overflow>,
     /// Values with a channel far above the others, the farthest first.
     outliers: Vec<Outlier>,
@@ -276,7 +277,7 @@ impl Calibrate {
             sequences: sequences.len(),
             past_window,
             tensors: ranges.tensors.len(),
-            overflow: overflow(&ranges),
+            overflow: overflow(&ranges, calibrator.squared()),
             outliers: outliers(&ranges),
         };
         match self.json {
@@ -367,9 +368,10 @@ fn magnitude(range: &TensorRange) -> f64 {
     range.max.max(-range.min)
 }
 
-fn overflow(ranges: &Ranges) -> Vec<Overflow> {
-    let beyond = ranges.tensors.iter().filter(|(_, range)| {
-        magnitude(range) > HALF_LIMIT || range.largest_row_square > HALF_LIMIT
+fn overflow(ranges: &Ranges, squared: &BTreeSet<String>) -> Vec<Overflow> {
+    let beyond = ranges.tensors.iter().filter(|(name, range)| {
+        let squares = squared.contains(*name) && range.largest_row_square > HALF_LIMIT;
+        magnitude(range) > HALF_LIMIT || squares
     });
     let entry = |(name, range): (&String, &TensorRange)| Overflow {
         name: name.clone(),

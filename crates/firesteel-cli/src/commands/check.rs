@@ -154,41 +154,57 @@ impl Check {
         let reference = Source::open(against, printer)?;
         if self.fidelity.wanted() {
             let report = self.fidelity.run(&test, &reference, &self.args, printer)?;
-            match self.json {
-                true => printer.json(&report)?,
-                false => fidelity::print(&report, printer)?,
+            let verdicts = match &test {
+                Source::Compiled(step) => {
+                    Some(Verdicts::new(step, self.fidelity.verdict(&report, &self.args))?)
+                }
+                Source::Checkpoint(_) | Source::Artifact(_) => None,
+            };
+            let passed = report.passed;
+            if self.json {
+                printer.json(&Judged { verdicts, report })?;
+            } else {
+                fidelity::print(&report, printer)?;
+                verdicts.iter().try_for_each(|verdicts| verdicts.print(printer))?;
             }
-            return Ok(ExitCode::from(u8::from(!report.passed)));
+            return Ok(ExitCode::from(u8::from(!passed)));
         }
         let report = check_and_print(&test, &reference, &self.args, !self.json, printer)?;
         let passed = report.passed;
-        let Source::Compiled(step) = &mut test else {
-            if self.json {
-                printer.json(&report)?;
+        let mut verdicts = None;
+        if let Source::Compiled(step) = &mut test {
+            verdicts = Some(Verdicts::new(step, verdict(&report))?);
+            if self.record {
+                step.compiled.record(&step.step, measured(&report))?;
             }
-            return Ok(ExitCode::from(u8::from(!passed)));
-        };
-        let verdicts = Verdicts::new(step, &report)?;
-        if self.record {
-            step.compiled.record(&step.step, measured(&report))?;
         }
-        if self.json {
-            printer.json(&CompiledReport { verdicts, report })?;
-        } else {
-            for (name, verdict) in verdicts.lines() {
-                printer.line(format!("{name}: {verdict}"))?;
-            }
+        match (self.json, &verdicts) {
+            (true, _) => printer.json(&Judged { verdicts, report })?,
+            (false, Some(verdicts)) => verdicts.print(printer)?,
+            (false, None) => {}
         }
         Ok(ExitCode::from(u8::from(!passed)))
     }
 }
 
-/// A comparison of a compiled step, and what follows from it.
+/// A comparison, and what follows from it where a compiled step is checked.
 #[derive(Debug, Serialize)]
-struct CompiledReport {
-    verdicts: Verdicts,
+struct Judged<T> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    verdicts: Option<Verdicts>,
     #[serde(flatten)]
-    report: CheckReport,
+    report: T,
+}
+
+/// What a compiled step's report says of its numbers.
+fn verdict(report: &CheckReport) -> String {
+    format!(
+        "{} on the emulator: {} against {}, the bar is {} dB",
+        if report.passed { "yes" } else { "NO" },
+        decibels(&report.output),
+        report.reference,
+        report.min_snr
+    )
 }
 
 /// Four questions that have nothing to do with each other, and never one answer.
@@ -201,7 +217,7 @@ struct Verdicts {
 }
 
 impl Verdicts {
-    fn new(step: &CompiledStep, report: &CheckReport) -> anyhow::Result<Self> {
+    fn new(step: &CompiledStep, numerically_right: String) -> anyhow::Result<Self> {
         let (manifest, parts) = (step.compiled.manifest(), &step.entry()?.parts);
         let bytes: u64 = parts.iter().map(|part| part.binary_bytes).sum();
         let ops: usize = parts.iter().map(|part| part.audit.qnn_ops.values().sum::<usize>()).sum();
@@ -219,24 +235,22 @@ impl Verdicts {
                 0 => format!("all of {ops} ops on the HTP, each what the graph says"),
                 _ => format!("{ops} ops on the HTP, {findings} findings of the audit allowed"),
             },
-            numerically_right: format!(
-                "{} on the emulator: {} against {}, the bar is {} dB",
-                if report.passed { "yes" } else { "NO" },
-                decibels(&report.output),
-                report.reference,
-                report.min_snr
-            ),
+            numerically_right,
             speed: "unknown here: the emulator's time says nothing about a device".into(),
         })
     }
 
-    fn lines(&self) -> [(&'static str, &str); 4] {
-        [
+    fn print(&self, printer: &mut Printer) -> anyhow::Result<()> {
+        let lines = [
             ("compiled", &self.compiled),
             ("placed", &self.placed),
             ("numerically right", &self.numerically_right),
             ("speed", &self.speed),
-        ]
+        ];
+        for (name, verdict) in lines {
+            printer.line(format!("{name}: {verdict}"))?;
+        }
+        Ok(())
     }
 }
 
@@ -268,7 +282,17 @@ fn estimate(
     let step = state.prepare(&spec, &vec![0.0; spec.tokens * spec.hidden_size])?;
     let started = Instant::now();
     runner.step(&state.inputs(&spec, &step)?)?;
-    let one = started.elapsed();
+    announce(started.elapsed(), steps, limit, "--steps and --greedy", printer)
+}
+
+/// Says how long `steps` steps will take when one took `one`, and refuses what is beyond `limit`.
+fn announce(
+    one: Duration,
+    steps: usize,
+    limit: Duration,
+    fewer: &str,
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
     let all = one.saturating_mul(u32::try_from(steps).unwrap_or(u32::MAX));
     let seconds = |time: Duration| format!("{} s", time.as_secs_f64().ceil());
     let text = format!(
@@ -277,7 +301,7 @@ fn estimate(
         seconds(limit)
     );
     if all > limit {
-        bail!("{text}; give fewer --steps and --greedy, or a larger --time-limit");
+        bail!("{text}; give fewer {fewer}, or a larger --time-limit");
     }
     printer.talk(&text);
     Ok(())

@@ -3,12 +3,12 @@
 
 use crate::support::{
     argument, export_to, firesteel, golden_path, names, options, refusal, spark_tiny, stdout,
+    write_graph,
 };
 use firesteel_check::audit::{Dump, Placement, Rule, audit};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_export::{Dialect, ExportOptions, Precision};
 use firesteel_graph::{Constant, Graph, Op, ValueId};
-use firesteel_onnx::{ModelFile, WritePlan};
 use firesteel_ort::OrtError;
 use firesteel_ort::qnn::{
     CompileRequest, ContextModel, CpuNodes, HtpModel, HtpOptions, Limits, Performance, Soc,
@@ -94,7 +94,8 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
     let text = ["calibrate", tiny, "--text", argument(&text), "--samples", "8"];
     stdout(&[&text[..], &["--out", argument(&ranges)]].concat());
     let quantize = ["quantize", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
-    stdout(&[&quantize[..], &["--context", "128", "--out", argument(&artifact)]].concat());
+    let options = ["--context", "128", "--embedding", "--out", argument(&artifact)];
+    stdout(&[&quantize[..], &options].concat());
     let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
     let audit = &manifest["steps"][0]["parts"][0]["audit"];
     assert_eq!(audit["findings"], json!([]));
@@ -117,11 +118,53 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
     let (evaluator, emulator) = (check(&artifact, &short), check(&out, &short));
     assert!((evaluator - emulator).abs() < 2.0, "{emulator} {evaluator}");
 
+    // Text and conversations, each model by itself.
+    for name in ["heldout.txt", "heldout_chats.jsonl"] {
+        let file = golden_path("spark-tiny").join(name);
+        let fixed = ["check", argument(&out), "--against", tiny, "--text", argument(&file)];
+        let talk = firesteel(&[&fixed[..], &["--tokens", "96", "--min-snr", "36"]].concat());
+        let shown = String::from_utf8(talk.stdout).unwrap();
+        let estimate = String::from_utf8(talk.stderr).unwrap();
+        assert!(talk.status.success() && estimate.contains("emulating 96 steps takes about"));
+        for line in ["placed: all of ", "numerically right: yes on the emulator: logits "] {
+            assert!(shown.lines().any(|found| found.starts_with(line)), "{line}: {shown}");
+        }
+    }
+    let fixed = ["check", argument(&out), "--against", tiny, "--time-limit", "20", "--text"];
+    let talk = refusal(&[&fixed[..], &[argument(&golden_path("spark-tiny/heldout.txt"))]].concat());
+    assert!(talk.contains("the limit is 20 s; give fewer --tokens"), "{talk}");
+
     // What crosses from part to part are the integers themselves.
     let parts = at("parts");
     stdout(&compile(&artifact, &parts, &["--split", "2"]));
     let cut = check(&parts, &short);
     assert!((cut - emulator).abs() < 0.5, "{cut} {emulator}");
+}
+
+#[test]
+fn a_layer_of_the_published_shape_is_placed_and_right() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (model, ranges, artifact, out) = (at("m"), at("ranges"), at("artifact"), at("compiled"));
+    let (model, ranges) = (argument(&model), argument(&ranges));
+    // There is a layer after the first, so that the step of that one ends before the head.
+    let synth = ["synth", "--preset", "spark-x2.5-1.7b", "--layers", "2", "--outliers"];
+    stdout(&[&synth[..], &["--out", model]].concat());
+    let calibrate = ["calibrate", model, "--layers", "0:1", "--spread", "256", "--out", ranges];
+    stdout(&calibrate);
+    let quantize = ["quantize", model, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
+    let options = ["--ranges", ranges, "--spread", "256", "--quick", "--out", argument(&artifact)];
+    stdout(&[&quantize[..], &options].concat());
+    let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
+    let audit = &manifest["steps"][0]["parts"][0]["audit"];
+    assert_eq!(audit["findings"], json!([]));
+    assert_eq!(audit["weights"]["int8 per channel"]["tensors"], 5);
+    let weights = audit["weights"]["int8 per channel"]["elements"].as_u64().unwrap();
+    let read = audit["schematic"]["total"]["dram_read"].as_u64().unwrap();
+    assert!(read >= weights && read < weights + weights / 10, "{read} of {weights}");
+    let check = ["check", argument(&out), "--against", model, "--greedy", "0", "--min-snr", "36"];
+    let shown = stdout(&[&check[..], &["--steps", "12"]].concat());
+    assert!(shown.contains("placed: all of 51 ops on the HTP"), "{shown}");
 }
 
 /// Ranges of the trained model's first layer.
@@ -381,19 +424,6 @@ fn artifact_of(graph: &Path, from: &Path, to: &Path) {
     std::fs::write(&file, manifest.to_string()).unwrap();
 }
 
-fn write(graph: &Graph, folder: &Path) -> PathBuf {
-    let model = ModelFile {
-        name: "bad.onnx".into(),
-        data_file: "bad.data".into(),
-        graph,
-        opset: 23,
-        producer_version: "0".into(),
-        metadata: Vec::new(),
-    };
-    WritePlan::new(vec![model], Vec::new()).unwrap().write(folder, 1, &|_| {}).unwrap();
-    folder.join("bad.onnx")
-}
-
 #[test]
 fn bad_graphs_are_caught_each_with_its_own_words() {
     let folder = tempfile::tempdir().unwrap();
@@ -405,7 +435,7 @@ fn bad_graphs_are_caught_each_with_its_own_words() {
     let written = |name: &str, graph: Graph| {
         let folder = folder.path().join(name);
         std::fs::create_dir(&folder).unwrap();
-        write(&graph, &folder)
+        write_graph(&graph, &folder)
     };
     let cases: [(&str, PathBuf, &[&str]); 5] = [
         (
@@ -470,7 +500,7 @@ fn what_the_graph_spells_passes_the_audit() {
     for (name, graph) in [("s16 keys", scores(DType::I16)), ("explicit", sum(true))] {
         let folder = tempfile::tempdir().unwrap();
         let source = tempfile::tempdir().unwrap();
-        let model = write(&graph, source.path());
+        let model = write_graph(&graph, source.path());
         let models = [ContextModel { model, context: "c.onnx".into() }];
         let worker = worker();
         let request = request(&models, &worker);
@@ -501,7 +531,7 @@ fn child_error(result: Result<impl Sized, OrtError>) -> (Vec<&'static str>, Stri
 #[test]
 fn failures_of_the_child_say_why_and_what_next() {
     let folder = tempfile::tempdir().unwrap();
-    let model = write(&scores(DType::I16), folder.path());
+    let model = write_graph(&scores(DType::I16), folder.path());
     let models = [ContextModel { model, context: "c.onnx".into() }];
     let ours = worker();
     let fresh = || tempfile::tempdir().unwrap();

@@ -3,6 +3,8 @@
 use firesteel_artifact::{Artifact, ExportRequest, HeadRunner, export};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_export::{Dialect, ExportOptions, Gelu, Precision};
+use firesteel_graph::Graph;
+use firesteel_onnx::{ModelFile, WritePlan};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, Runner, StepOutputs};
 use firesteel_tensor::{DType, TensorView};
@@ -91,6 +93,20 @@ pub(crate) fn ort(artifact: &Artifact) -> OrtRunner {
     let graph = &artifact.manifest().graphs[0];
     let spec = artifact.graph_spec(false);
     OrtRunner::open(&artifact.graph_path(graph), spec, &OrtOptions::default()).unwrap()
+}
+
+/// Writes a graph as a model into a folder, and tells its file.
+pub(crate) fn write_graph(graph: &Graph, folder: &Path) -> PathBuf {
+    let model = ModelFile {
+        name: "graph.onnx".into(),
+        data_file: "graph.data".into(),
+        graph,
+        opset: 23,
+        producer_version: "0".into(),
+        metadata: Vec::new(),
+    };
+    WritePlan::new(vec![model], Vec::new()).unwrap().write(folder, 1, &|_| {}).unwrap();
+    folder.join("graph.onnx")
 }
 
 /// Embeds `ids`, runs one step and commits it.

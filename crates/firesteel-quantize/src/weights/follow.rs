@@ -2,10 +2,8 @@
 //! matrices before it have become.
 
 use super::model::{groups, read};
-use super::{
-    Gram, OutputError, QuantizedMatrix, ScoreRows, WeightBits, WeightError, round_for_output,
-    round_for_scores,
-};
+use super::scores::round_of_model;
+use super::{Gram, OutputError, QuantizedMatrix, WeightBits, WeightError};
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CheckpointEmbedding, EngineError};
 use firesteel_step::Embedding;
@@ -188,10 +186,7 @@ fn quantize(
             });
         }
         let bits = width(weight.name());
-        let matrix = match ScoreRows::of(model, weight.name()) {
-            Some(scores) => round_for_scores(&values, columns, bits, &error, &scores)?,
-            None => round_for_output(&values, rows, columns, bits, &error)?,
-        };
+        let matrix = round_of_model(model, weight.name(), &values, columns, bits, &error)?;
         changed.push(Weight::from_f32(weight.name(), vec![rows, columns], matrix.values())?);
         matrices.insert(weight.name().to_owned(), matrix);
     }

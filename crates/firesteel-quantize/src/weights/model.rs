@@ -1,7 +1,8 @@
 use super::follow::{LayerOptions, round_layers};
+use super::scores::round_of_model;
 use super::{
-    Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, WeightBits, WeightError, plan,
-    round_for_output, round_nearest,
+    Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, ScoreRows, WeightBits, WeightError,
+    plan, round_for_output, round_nearest,
 };
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CpuModel, CpuOptions, KvFormat, PackedCache, SequenceOptions};
@@ -69,7 +70,8 @@ impl QuantizedModel {
 }
 
 /// Quantizes the matrices of `model` for what they meet while it reads `ids`: each is rounded with
-/// the Gram matrix of its inputs ([`round_for_output`]), and widths follow from the noise that the
+/// the Gram matrix of its inputs ([`round_for_output`], and
+/// [`round_for_scores`](super::round_for_scores) for queries and keys), and widths follow from the noise that the
 /// errors of the matrices make ([`plan`]). A budget of decibels is measured with all widths
 /// together, and more matrices are raised until it holds. Columns that are equally large come out best, see
 /// [`with_columns`](super::with_columns). The result is the same on any number of threads.
@@ -105,18 +107,23 @@ pub fn quantize_model(
                 let square = gram.output_square(&error).unwrap_or(f64::INFINITY);
                 effect * square / gram.rows().max(1) as f64
             };
-            let matrix = round_for_output(&values, rows, columns, first, &error)?;
+            let matrix = round_of_model(model, weight.name(), &values, columns, first, &error)?;
+            // Scores that are near leave outputs that are not so near.
+            let by_rows = ScoreRows::of(model, weight.name())
+                .map(|_| round_for_output(&values, rows, columns, first, &error))
+                .transpose()?;
+            let of_first = noise(by_rows.as_ref().unwrap_or(&matrix));
             let eight = match first {
                 WeightBits::Four => {
                     noise(&round_nearest(&values, rows, columns, WeightBits::Eight)?)
                 }
-                WeightBits::Eight => noise(&matrix),
+                WeightBits::Eight => of_first,
             };
             choices.push(Choice {
                 name: weight.name().to_owned(),
                 rows,
                 columns,
-                noise: [noise(&matrix), eight],
+                noise: [of_first, eight],
             });
             matrices.insert(weight.name().to_owned(), matrix);
             progress(weight.name());
@@ -144,7 +151,7 @@ pub fn quantize_model(
         let matrices = match options.follow {
             true => followed(model, ids, options, &found, progress)?,
             false => {
-                raise(&grams, &groups, &found, first, &mut eights, progress)?;
+                raise(model, &grams, &groups, &found, first, &mut eights, progress)?;
                 let eight = |name: &String| found.widths.get(name) == Some(&WeightBits::Eight);
                 let matrix = |(name, matrix): (&String, &QuantizedMatrix)| {
                     let raised = eights.get(name).filter(|_| eight(name)).unwrap_or(matrix);
@@ -195,6 +202,7 @@ fn followed(
 /// Rounds those matrices to 8 bits that have them by `plan`, where the others have `first`, and that
 /// are not among the `eights` yet.
 fn raise(
+    model: &Checkpoint,
     grams: &HashMap<String, Gram>,
     groups: &[Vec<&Weight>],
     plan: &Plan,
@@ -213,8 +221,9 @@ fn raise(
         }
         let Some((_, error)) = measure(grams, group)? else { continue };
         for weight in raised {
-            let (rows, columns, values) = read(weight)?;
-            let matrix = round_for_output(&values, rows, columns, WeightBits::Eight, &error)?;
+            let (_, columns, values) = read(weight)?;
+            let (name, bits) = (weight.name(), WeightBits::Eight);
+            let matrix = round_of_model(model, name, &values, columns, bits, &error)?;
             eights.insert(weight.name().to_owned(), matrix);
             progress(weight.name());
         }

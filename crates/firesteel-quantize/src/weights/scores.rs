@@ -4,7 +4,7 @@ use super::output_error::{Form, Full, PANEL, block};
 use super::round::{
     CANDIDATES, Reach, Row, TOGETHER, candidates, code, joined, round_rows, search, stored,
 };
-use super::{OutputError, QuantizedMatrix, WeightBits, WeightError, check};
+use super::{OutputError, QuantizedMatrix, WeightBits, WeightError, check, round_for_output};
 use firesteel_checkpoint::{Checkpoint, LayerKind, Rope};
 use firesteel_step::StepSpec;
 use ndarray::Array2;
@@ -102,6 +102,22 @@ impl ScoreRows {
             mean += &turned;
         }
         mean / DISTANCES as f64
+    }
+}
+
+/// Rounds the matrix `name` of `model`, whose values may have been changed: that of queries, keys and
+/// values for the scores, the others for their outputs.
+pub(super) fn round_of_model(
+    model: &Checkpoint,
+    name: &str,
+    values: &[f32],
+    columns: usize,
+    bits: WeightBits,
+    error: &OutputError,
+) -> Result<QuantizedMatrix, WeightError> {
+    match ScoreRows::of(model, name) {
+        Some(scores) => round_for_scores(values, columns, bits, error, &scores),
+        None => round_for_output(values, values.len() / columns.max(1), columns, bits, error),
     }
 }
 
@@ -275,7 +291,6 @@ fn together(values: &[f32], error: &OutputError, dimensions: &Full, bits: Weight
 
 #[cfg(test)]
 mod tests {
-    use super::super::round_for_output;
     use super::*;
 
     /// Numbers that look random, around 0.

@@ -53,7 +53,8 @@ fn sequence(model: &Checkpoint) -> CpuSequence {
 
 /// How near `test` is to `reference` over `ids`.
 pub(crate) fn fidelity(reference: &Checkpoint, test: &Checkpoint, ids: &[u32]) -> TextReport {
-    compare_text(&mut sequence(reference), &mut sequence(test), ids, SEQUENCE, 0.05).unwrap()
+    let sequences: Vec<&[u32]> = ids.chunks(SEQUENCE).collect();
+    compare_text(&mut sequence(reference), &mut sequence(test), &sequences, 0.05).unwrap()
 }
 
 /// Signal to noise of all logits.

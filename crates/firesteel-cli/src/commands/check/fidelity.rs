@@ -1,6 +1,6 @@
 //! `check` over texts and prompts: how much of what a model says survives.
 
-use super::{CheckArgs, decibels, print_settings};
+use super::{CheckArgs, announce, decibels, print_settings};
 use crate::printer::{Printer, table};
 use crate::source::{DecoderOptions, RunnerKind, Source, kv_format, read_chats, read_text};
 use anyhow::{Context as _, bail};
@@ -8,11 +8,12 @@ use clap::{ArgGroup, Args};
 use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
-use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
-use firesteel_step::{Logits, StepOptions, StepSpec};
+use firesteel_generate::{AddedTokens, ChatTemplate, Conversation, MessageRole, Tokenizer};
+use firesteel_step::{Logits, StepOptions, StepSpec, Wanted};
 use firesteel_tensor::DType;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// The options of a comparison of tensors, which one of texts or prompts has no use for.
 const OF_TENSORS: [&str; 8] =
@@ -21,7 +22,8 @@ const OF_TENSORS: [&str; 8] =
 #[derive(Debug, Clone, Args)]
 #[command(group = ArgGroup::new("corpus").args(["text", "prompts"]).multiple(true))]
 pub(crate) struct FidelityArgs {
-    /// Text file: compare KL, perplexity and most probable tokens over it, instead of tensors
+    /// Text file, or conversations where it ends in .jsonl: compare KL, perplexity and most
+    /// probable tokens over it, instead of tensors
     #[arg(long, value_name = "FILE", conflicts_with_all = OF_TENSORS)]
     text: Option<PathBuf>,
     /// File of prompts, one a line, or of conversations where it ends in .jsonl: compare greedy
@@ -31,7 +33,7 @@ pub(crate) struct FidelityArgs {
     /// Most tokens of --text [default: all]
     #[arg(long, value_name = "N", requires = "text")]
     tokens: Option<usize>,
-    /// Tokens of a sequence that --text is cut into
+    /// Most tokens of a sequence that --text is cut into, or each of its conversations
     #[arg(long, value_name = "N", default_value_t = 512, requires = "text")]
     sequence: usize,
     /// Logit gap below which another choice of --text or --prompts is a near tie
@@ -107,18 +109,23 @@ impl FidelityArgs {
             Some(tokenizer) => tokenizer,
             None => test.tokenizer()?.context("neither side has a tokenizer for the text")?,
         };
-        let mut ids = match &self.text {
-            Some(file) => tokenizer.encode(&read_text(file)?, AddedTokens::AsText)?,
+        let mut texts = match &self.text {
+            Some(file) => texts(file, [reference, test], &tokenizer)?,
             None => Vec::new(),
         };
-        ids.truncate(self.tokens.unwrap_or(usize::MAX));
+        let mut rest = self.tokens.unwrap_or(usize::MAX);
+        for ids in &mut texts {
+            ids.truncate(rest);
+            rest -= ids.len();
+        }
         let prompts = match &self.prompts {
             Some(file) => prompts(file, [reference, test], &tokenizer)?,
             None => Vec::new(),
         };
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let continued = if prompts.is_empty() { 0 } else { longest.saturating_add(args.greedy) };
-        let context = self.sequence.min(ids.len()).max(continued).max(CHUNK);
+        let text = texts.iter().map(Vec::len).max().unwrap_or(0);
+        let context = self.sequence.min(text).max(continued).max(CHUNK);
         let manifest = [reference, test].into_iter().find_map(Source::manifest);
         // Of a prompt nobody wants more than the last logits.
         let prompt = if self.prompts.is_some() { CHUNK } else { 1 };
@@ -128,6 +135,22 @@ impl FidelityArgs {
         };
         let mut left = side(reference, kinds[0], formats[0])?;
         let mut right = side(test, kinds[1], formats[1])?;
+        let sequence = self.sequence.min(left.context());
+        let sequences: Vec<&[u32]> =
+            texts.iter().flat_map(|ids| ids.chunks(sequence.max(1))).collect();
+        if kinds[1] == RunnerKind::Htp {
+            let continued = prompts.iter().map(|ids| ids.len().saturating_add(args.greedy));
+            let all = sequences.iter().map(|ids| ids.len()).chain(continued);
+            let steps = all.fold(0, usize::saturating_add);
+            let limit = args.ort.limits().time;
+            let first = sequences.iter().copied().chain(prompts.iter().map(Vec::as_slice));
+            if let Some(id) = first.flatten().next() {
+                let started = Instant::now();
+                right.forward(&[*id], Wanted::Last, &mut Vec::new())?;
+                announce(started.elapsed(), steps, limit, "--tokens or --greedy", printer)?;
+                right.clear();
+            }
+        }
         let kept_as = |kind, kv: KvFormat| (kind == RunnerKind::Cpu).then(|| kv.name());
         let mut report = FidelityReport {
             reference: left.name().into(),
@@ -142,8 +165,7 @@ impl FidelityArgs {
             passed: true,
         };
         if self.text.is_some() {
-            let sequence = self.sequence.min(left.context());
-            let text = compare_text(left.as_mut(), right.as_mut(), &ids, sequence, self.near_tie)?;
+            let text = compare_text(left.as_mut(), right.as_mut(), &sequences, self.near_tie)?;
             self.judge_text(&text, args.min_snr, &mut report.exceeded);
             report.text = Some(text);
         }
@@ -157,6 +179,37 @@ impl FidelityArgs {
         }
         report.passed = report.exceeded.is_empty();
         Ok(report)
+    }
+
+    /// Whether anything can be missed.
+    fn has_bars(&self, args: &CheckArgs) -> bool {
+        let bars =
+            [args.min_snr, self.max_kl, self.max_perplexity_change, self.min_exact, self.min_kept];
+        bars.iter().any(Option::is_some)
+    }
+
+    /// What a compiled step's report says of its numbers.
+    pub(crate) fn verdict(&self, report: &FidelityReport, args: &CheckArgs) -> String {
+        let mut figures = Vec::new();
+        if let Some(text) = &report.text {
+            figures.push(format!(
+                "logits {} and top-1 {:.2} % over {} tokens",
+                decibels(&text.logits),
+                100.0 * text.top1,
+                text.tokens
+            ));
+        }
+        if let Some(prompts) = &report.prompts {
+            let counted = prompts.prompts - prompts.ties;
+            figures.push(format!("{} of {counted} prompts continued exactly", prompts.exact));
+        }
+        let answer = match (report.passed, self.has_bars(args)) {
+            (false, _) => "NO",
+            (true, true) => "yes",
+            (true, false) => "no bar was given",
+        };
+        let figures = figures.join(", ");
+        format!("{answer} on the emulator: {figures}, against {}", report.reference)
     }
 
     /// Refuses values that are out of their range, and options that would do nothing.
@@ -250,6 +303,41 @@ fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow:
     super::as_f32(&spec)
 }
 
+/// The ids of a text, or those of each conversation with its answers.
+fn texts(
+    file: &Path,
+    sources: [&Source; 2],
+    tokenizer: &Tokenizer,
+) -> anyhow::Result<Vec<Vec<u32>>> {
+    let Some(chats) = conversations(file, sources)? else {
+        return Ok(vec![tokenizer.encode(&read_text(file)?, AddedTokens::AsText)?]);
+    };
+    let (template, chats) = chats;
+    let encoded = (1..).zip(&chats).map(|(number, chat)| {
+        template.encode(chat, tokenizer).with_context(|| numbered(number, file))
+    });
+    encoded.collect()
+}
+
+/// The conversations of a file that ends in .jsonl, and the template that they go through.
+fn conversations(
+    file: &Path,
+    sources: [&Source; 2],
+) -> anyhow::Result<Option<(ChatTemplate, Vec<Conversation>)>> {
+    if file.extension().is_none_or(|extension| extension != "jsonl") {
+        return Ok(None);
+    }
+    let template = match sources[0].chat_template() {
+        Ok(template) => template,
+        Err(_) => sources[1].chat_template()?,
+    };
+    Ok(Some((template, read_chats(file)?)))
+}
+
+fn numbered(number: usize, file: &Path) -> String {
+    format!("conversation {number} of {}", file.display())
+}
+
 /// The ids of each prompt. An answer at the end of a conversation is left out: it is what the
 /// models are to say.
 fn prompts(
@@ -258,18 +346,14 @@ fn prompts(
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
     let mut prompts = Vec::new();
-    if file.extension().is_some_and(|extension| extension == "jsonl") {
-        let template = match sources[0].chat_template() {
-            Ok(template) => template,
-            Err(_) => sources[1].chat_template()?,
-        };
-        for (number, mut chat) in (1..).zip(read_chats(file)?) {
+    if let Some((template, chats)) = conversations(file, sources)? {
+        for (number, mut chat) in (1..).zip(chats) {
             if chat.messages.last().is_some_and(|last| last.role == MessageRole::Assistant) {
                 chat.messages.pop();
             }
             chat.add_generation_prompt = true;
-            let at = || format!("conversation {number} of {}", file.display());
-            prompts.push(template.encode(&chat, tokenizer).with_context(at)?);
+            let ids = template.encode(&chat, tokenizer);
+            prompts.push(ids.with_context(|| numbered(number, file))?);
         }
     } else {
         let text = read_text(file)?;
