@@ -99,6 +99,8 @@ pub struct CheckpointFile {
     pub bytes: SharedBytes,
 }
 
+/// Name of the embedding table.
+const EMBEDDING: &str = "model.embedding.weight";
 /// Name of the output head.
 const HEAD: &str = "lm_head.weight";
 /// How many names an error lists.
@@ -159,7 +161,7 @@ pub(crate) fn separate_names(layer: usize) -> [String; 3] {
 
 fn embedding_tensor(config: &ModelConfig) -> Expected {
     let shape = [config.vocab_size, config.hidden_size];
-    Expected::new("model.embedding.weight", &shape, "[vocab_size, hidden_size]")
+    Expected::new(EMBEDDING, &shape, "[vocab_size, hidden_size]")
 }
 
 fn final_norm_tensor(config: &ModelConfig) -> Expected {
@@ -171,6 +173,9 @@ fn head_tensor(config: &ModelConfig) -> Expected {
 }
 
 impl Checkpoint {
+    /// Name of the embedding table, which can be the head too.
+    pub const EMBEDDING: &str = EMBEDDING;
+
     /// Name of a head that is stored apart from the embedding.
     pub const HEAD: &str = HEAD;
 

@@ -5,8 +5,12 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
-    /// The smallest and the largest value.
+    /// For 8 bits, whose steps are so coarse that some saturation pays, half way from the smallest
+    /// and the largest value to the range of least error, because other texts reach further; for
+    /// more bits the smallest and the largest value.
     #[default]
+    Auto,
+    /// The smallest and the largest value.
     MinMax,
     /// Without the outermost values, one in 20,000 on either side.
     Percentile,
@@ -17,6 +21,7 @@ pub enum Method {
 impl fmt::Display for Method {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
+            Self::Auto => "auto",
             Self::MinMax => "minmax",
             Self::Percentile => "percentile",
             Self::Mse => "mse",
@@ -136,6 +141,7 @@ impl Observer {
         let Some([min, max]) = self.extremes() else { return [0.0, 0.0] };
         let (low, high) = (min.min(0.0), max.max(0.0));
         match method {
+            Method::Auto if bits > 8 => [low, high],
             Method::MinMax => [low, high],
             Method::Percentile => {
                 let skipped = (self.count as f64 * TAIL) as u64;
@@ -144,6 +150,10 @@ impl Observer {
                 [lower.clamp(low, 0.0), upper.clamp(0.0, high)]
             }
             Method::Mse => self.least_error([low, high], bits),
+            Method::Auto => {
+                let [lower, upper] = self.least_error([low, high], bits);
+                [(low + lower) / 2.0, (high + upper) / 2.0]
+            }
         }
     }
 
@@ -234,6 +244,10 @@ mod tests {
     fn every_method_gives_the_range_of_its_definition() {
         let observer = observed(100);
         assert_eq!(observer.range(Method::MinMax, 8), [-1000.0, 500.0]);
+        assert_eq!(observer.range(Method::Auto, 16), [-1000.0, 500.0]);
+        let [low, high] = observer.range(Method::Mse, 2);
+        let half = [(low - 1000.0) / 2.0, (high + 500.0) / 2.0];
+        assert_eq!(observer.range(Method::Auto, 2), half);
         let [low, high] = observer.range(Method::Percentile, 8);
         // One bin of [−1024, 1024) is half a unit wide.
         assert!((-1.5..=-1.0).contains(&low) && (1.0..=1.5).contains(&high), "{low} {high}");

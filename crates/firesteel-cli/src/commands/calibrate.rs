@@ -56,7 +56,7 @@ pub(crate) struct Calibrate {
     #[arg(long)]
     plain: bool,
     /// How ranges are chosen
-    #[arg(long, value_enum, default_value_t = Observer::Minmax)]
+    #[arg(long, value_enum, default_value_t = Observer::Auto)]
     observer: Observer,
     /// File to write
     #[arg(long, value_name = "FILE")]
@@ -71,6 +71,8 @@ pub(crate) struct Calibrate {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Observer {
+    /// Half way from minmax to mse for 8 bits, minmax for 16
+    Auto,
     /// The smallest and the largest value
     Minmax,
     /// Without one in 20,000 values on either side
@@ -82,6 +84,7 @@ enum Observer {
 impl Observer {
     fn method(self) -> Method {
         match self {
+            Self::Auto => Method::Auto,
             Self::Minmax => Method::MinMax,
             Self::Percentile => Method::Percentile,
             Self::Mse => Method::Mse,

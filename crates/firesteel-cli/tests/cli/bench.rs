@@ -152,3 +152,20 @@ fn every_kernel_is_measured() {
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("attention F16") && !text.contains("attention Q8"), "{text}");
 }
+
+#[test]
+fn the_plan_shows_what_a_ring_and_fused_norms_save() {
+    let report: Value = serde_json::from_str(&stdout(&["bench", "qnn", "--json"])).unwrap();
+    assert_eq!(report["cases"].as_array().unwrap().len(), 8);
+    let gain = |what: &str, figure: &str| {
+        let gains = report["gains"].as_array().unwrap();
+        let gain = gains.iter().find(|gain| gain["what"] == what).unwrap();
+        gain[figure].as_f64().unwrap()
+    };
+    // A ring writes no cache; one operator a norm in the place of six; bytes of keys and values.
+    assert!(gain("ring / roll", "dram") < 0.9 && gain("ring / roll", "htp_ops") < 0.95, "{report}");
+    assert!(gain("norms fused / decomposed", "qnn_ops") < 0.8, "{report}");
+    assert!(gain("norms fused / decomposed", "htp_ops") < 0.97, "{report}");
+    assert!(gain("s16 / f16 keys and values", "dram") < 0.9, "{report}");
+    assert!(gain("s8 / s16 keys and values", "dram") < 0.9, "{report}");
+}

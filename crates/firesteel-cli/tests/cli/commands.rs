@@ -315,7 +315,7 @@ fn help_of_check() {
               Leave out the hidden state after each layer
 
           --text <FILE>
-              Text file: compare KL, perplexity and most probable tokens over it, instead of tensors
+              Text file, or conversations where it ends in .jsonl: compare KL, perplexity and most probable tokens over it, instead of tensors
 
           --prompts <FILE>
               File of prompts, one a line, or of conversations where it ends in .jsonl: compare greedy continuations of --greedy tokens
@@ -324,7 +324,7 @@ fn help_of_check() {
               Most tokens of --text [default: all]
 
           --sequence <N>
-              Tokens of a sequence that --text is cut into
+              Most tokens of a sequence that --text is cut into, or each of its conversations
 
               [default: 512]
 

@@ -150,10 +150,10 @@ fn a_layer_of_the_published_shape_is_placed_and_right() {
     // There is a layer after the first, so that the step of that one ends before the head.
     let synth = ["synth", "--preset", "spark-x2.5-1.7b", "--layers", "2", "--outliers"];
     stdout(&[&synth[..], &["--out", model]].concat());
-    let calibrate = ["calibrate", model, "--layers", "0:1", "--spread", "256", "--out", ranges];
+    let calibrate = ["calibrate", model, "--layers", "0:1", "--spread", "128", "--out", ranges];
     stdout(&calibrate);
     let quantize = ["quantize", model, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
-    let options = ["--ranges", ranges, "--spread", "256", "--quick", "--out", argument(&artifact)];
+    let options = ["--ranges", ranges, "--spread", "128", "--quick", "--out", argument(&artifact)];
     stdout(&[&quantize[..], &options].concat());
     let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
     let audit = &manifest["steps"][0]["parts"][0]["audit"];
@@ -163,7 +163,7 @@ fn a_layer_of_the_published_shape_is_placed_and_right() {
     let read = audit["schematic"]["total"]["dram_read"].as_u64().unwrap();
     assert!(read >= weights && read < weights + weights / 10, "{read} of {weights}");
     let check = ["check", argument(&out), "--against", model, "--greedy", "0", "--min-snr", "36"];
-    let shown = stdout(&[&check[..], &["--steps", "12"]].concat());
+    let shown = stdout(&[&check[..], &["--steps", "8"]].concat());
     assert!(shown.contains("placed: all of 51 ops on the HTP"), "{shown}");
 }
 

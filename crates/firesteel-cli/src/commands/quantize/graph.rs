@@ -153,7 +153,7 @@ fn kept(text: &str) -> Result<(Pattern, WeightWidth), String> {
 impl GraphArgs {
     /// What --keep says of a matrix.
     fn kept(&self, name: &str) -> Option<WeightWidth> {
-        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| glob.matches(name));
+        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| fits(glob, name));
         fitting.next().map(|(_, width)| *width)
     }
 
@@ -759,10 +759,18 @@ fn same_model(ranges: &Ranges, source: &Source) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whether a pattern is for a matrix. A head that is the embedding table has the name of a head too,
+/// so that it does not matter whether its columns were sized, which parts the two.
+fn fits(glob: &Pattern, name: &str) -> bool {
+    let part = name.strip_prefix(whole_name(name)).unwrap_or_default();
+    let head = whole_name(name) == Checkpoint::EMBEDDING;
+    glob.matches(name) || head && glob.matches(&format!("{}{part}", Checkpoint::HEAD))
+}
+
 /// Each --keep is there for something.
 fn check_patterns(keep: &[(Pattern, WeightWidth)], plan: &[MatrixPlan]) -> anyhow::Result<()> {
     for (glob, _) in keep {
-        if !plan.iter().any(|matrix| glob.matches(&matrix.name)) {
+        if !plan.iter().any(|matrix| fits(glob, &matrix.name)) {
             let some: Vec<&str> = plan.iter().take(6).map(|matrix| &*matrix.name).collect();
             bail!("--keep {glob}: no matrix has such a name; some are {}", some.join(", "));
         }
