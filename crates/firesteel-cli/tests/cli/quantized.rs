@@ -121,7 +121,8 @@ fn four_bits_are_far_from_plain_rounding() {
     let folder = tempfile::tempdir().unwrap();
     let plain = folder.path().join("plain.json");
     calibrate(&plain, &["--samples", "8", "--plain"]);
-    for (layout, head) in [("pure", "lm_head*=w4"), ("head", "lm_head*=w8")] {
+    // With a head of 8 bits the other matrices make all of the noise.
+    for (layout, head, more) in [("pure", "lm_head*=w4", 4.0), ("head", "lm_head*=w8", 3.0)] {
         let out = folder.path().join(layout);
         let options = ["--scheme", "w4a16", "--keep", head, "--context", "256", "--embedding"];
         quantize_with(&plain, &out, &options);
@@ -131,7 +132,7 @@ fn four_bits_are_far_from_plain_rounding() {
         let four = if layout == "pure" { 21 } else { 20 };
         assert_eq!(report["matrices"]["i4"], four, "{report}");
         let found = compared(&out, "ort", HELD_OUT, "1024");
-        assert!(found.decibels >= worst.decibels + 4.0, "{layout}: {found:?} {worst:?}");
+        assert!(found.decibels >= worst.decibels + more, "{layout}: {found:?} {worst:?}");
     }
 }
 
