@@ -71,10 +71,10 @@ impl QuantizedModel {
 
 /// Quantizes the matrices of `model` for what they meet while it reads `ids`: each is rounded with
 /// the Gram matrix of its inputs ([`round_for_output`], and
-/// [`round_for_scores`](super::round_for_scores) for queries and keys), and widths follow from the noise that the
-/// errors of the matrices make ([`plan`]). A budget of decibels is measured with all widths
-/// together, and more matrices are raised until it holds. Columns that are equally large come out best, see
-/// [`with_columns`](super::with_columns). The result is the same on any number of threads.
+/// [`round_for_scores`](super::round_for_scores) for queries and keys), and widths follow from the
+/// noise that the errors of the matrices make ([`plan`]). A budget of decibels is measured with all
+/// widths together, and more matrices are raised until it holds. Columns that are equally large come
+/// out best, see [`with_columns`](super::with_columns). The result is the same on any number of threads.
 /// `progress` is told the name of each matrix that is done.
 ///
 /// Takes memory for a Gram matrix of every kind of input in every layer.

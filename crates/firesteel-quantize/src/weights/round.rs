@@ -6,7 +6,7 @@ use rayon::prelude::*;
 /// Rows that are rounded together, so that the form is read less often.
 pub(super) const TOGETHER: usize = 128;
 /// Scales that a row is rounded with to choose one.
-pub(super) const CANDIDATES: usize = 4;
+const CANDIDATES: usize = 4;
 /// Changes of a row's codes within a panel that are made one by one.
 const FEW: usize = 8;
 /// How often the scale is fitted and the codes are gone through again.
@@ -349,27 +349,15 @@ impl Fitted<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Gram, round_nearest};
+    use super::super::{Gram, numbers, round_nearest};
     use super::*;
-
-    /// Rows of normal-like numbers.
-    fn matrix(rows: usize, columns: usize, seed: u64) -> Vec<f32> {
-        let mut state = seed;
-        let mut uniform = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
-        };
-        (0..rows * columns).map(|_| uniform() + uniform() + uniform()).collect()
-    }
 
     /// Inputs whose columns go together and differ in size.
     fn gram(columns: usize) -> Gram {
         let hidden = columns / 2 + 1;
-        let mixing = matrix(columns, hidden, 3);
+        let mixing = numbers(columns * hidden, 3);
         let mut gram = Gram::new(columns).unwrap();
-        for row in matrix(4 * columns, hidden, 4).chunks(hidden) {
+        for row in numbers(4 * columns * hidden, 4).chunks(hidden) {
             let inputs: Vec<f32> = mixing
                 .chunks(hidden)
                 .enumerate()
@@ -393,7 +381,7 @@ mod tests {
         for (rows, columns) in [(1, 40), (2, 64), (9, 65), (19, 130)] {
             for bits in [WeightBits::Four, WeightBits::Eight] {
                 let gram = gram(columns);
-                let values = matrix(rows, columns, 5);
+                let values = numbers(rows * columns, 5);
                 let round = |error: &OutputError| {
                     let matrix = round_for_output(&values, rows, columns, bits, error).unwrap();
                     let most = matrix.codes.iter().map(|code| code.unsigned_abs()).max();
@@ -422,7 +410,7 @@ mod tests {
     fn threads_and_neighbours_do_not_matter() {
         let (rows, columns) = (21, 33);
         let error = OutputError::of_gram(&gram(columns)).unwrap();
-        let values = matrix(rows, columns, 6);
+        let values = numbers(rows * columns, 6);
         let whole = round_for_output(&values, rows, columns, WeightBits::Four, &error).unwrap();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         let alone = || round_for_output(&values, rows, columns, WeightBits::Four, &error).unwrap();

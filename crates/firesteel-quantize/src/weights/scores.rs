@@ -1,9 +1,7 @@
 //! Rounds the matrix of queries, keys and values for the scores of attention.
 
 use super::output_error::{Form, Full, PANEL, block};
-use super::round::{
-    CANDIDATES, Reach, Row, TOGETHER, candidates, code, joined, round_rows, search, stored,
-};
+use super::round::{Reach, Row, TOGETHER, candidates, code, joined, round_rows, search, stored};
 use super::{OutputError, QuantizedMatrix, WeightBits, WeightError, check, round_for_output};
 use firesteel_checkpoint::{Checkpoint, LayerKind, Rope};
 use firesteel_step::StepSpec;
@@ -224,7 +222,7 @@ fn together(values: &[f32], error: &OutputError, dimensions: &Full, bits: Weight
     // Row r holds what dimension r leaves to the others.
     let leaves: Vec<f64> = dimensions.factor.t().iter().copied().collect();
     let mut best: Option<(f64, Array2<f64>, Vec<f32>)> = None;
-    for factor in candidates(bits).into_iter().take(CANDIDATES) {
+    for factor in candidates(bits) {
         let scales: Vec<f32> = bases.iter().map(|base| stored(f64::from(*base) * factor)).collect();
         let mut codes = Array2::<f64>::zeros((rows, columns));
         let mut changes = Array2::<f64>::zeros((rows, columns));
@@ -291,19 +289,8 @@ fn together(values: &[f32], error: &OutputError, dimensions: &Full, bits: Weight
 
 #[cfg(test)]
 mod tests {
+    use super::super::numbers;
     use super::*;
-
-    /// Numbers that look random, around 0.
-    fn numbers(count: usize, seed: u64) -> Vec<f32> {
-        let mut state = seed;
-        let mut uniform = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
-        };
-        (0..count).map(|_| uniform() + uniform() + uniform()).collect()
-    }
 
     const SCORES: ScoreRows = ScoreRows {
         heads: 4,
