@@ -18,6 +18,7 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 
 const CALIBRATION: &str = "tests/golden/spark-tiny/calibration.txt";
+const CALIBRATION_CHATS: &str = "tests/golden/spark-tiny/calibration_chats.jsonl";
 const HELD_OUT: &str = "tests/golden/spark-tiny/heldout.txt";
 const CHATS: &str = "tests/golden/spark-tiny/heldout_chats.jsonl";
 
@@ -28,6 +29,9 @@ fn number(report: &Value, pointer: &str) -> f64 {
 fn json(arguments: &[&str]) -> Value {
     serde_json::from_str(&stdout(&[arguments, &["--json"]].concat())).unwrap()
 }
+
+/// All of the calibration: prose and conversations.
+const ALL: [&str; 4] = ["--chat", CALIBRATION_CHATS, "--samples", "256"];
 
 /// Ranges of spark-tiny over a few sequences, learned once.
 fn ranges() -> &'static Path {
@@ -62,7 +66,7 @@ fn quantize_with(ranges: &Path, out: &Path, options: &[&str]) -> Value {
 fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
     let folder = tempfile::tempdir().unwrap();
     let ranges = folder.path().join("ranges.json");
-    calibrate(&ranges, &[]);
+    calibrate(&ranges, &ALL);
     let mut results = Vec::new();
     for kv in ["s16", "u8"] {
         let out = folder.path().join(kv);
@@ -141,10 +145,12 @@ fn mixed_widths_lose_no_more_than_those_of_llama_cpp() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let (tiny, ranges, out) = (spark_tiny(), at("ranges.json"), at("out"));
-    calibrate(&ranges, &[]);
+    calibrate(&ranges, &ALL);
     let options = ["--scheme", "mixed", "--bits", "5.27", "--context", "256", "--embedding"];
-    let text = ["--text", CALIBRATION];
+    let text = ["--text", CALIBRATION, CALIBRATION_CHATS, "--text-tokens", "32768"];
     let report = quantize_with(&ranges, &out, &[&options[..], &text].concat());
+    assert!(number(&report, "/rounding_tokens") > 24e3 && report["measured_db"].is_null());
+    assert!(report["predicted_db"].is_null(), "{report}");
     let bits = number(&report, "/bits_per_weight");
     assert!((5.0..=5.27).contains(&bits), "{bits}");
 
@@ -173,9 +179,8 @@ fn mixed_widths_lose_no_more_than_those_of_llama_cpp() {
     let own = Agreement { decibels, top1, kl };
 
     let file = golden_path("llamacpp/spark-tiny-q4_k_m.gguf");
-    let held_out =
-        [compared(&out, "ort", HELD_OUT, "2048"), compared(&file, "cpu", HELD_OUT, "2048")];
-    for [own, peer] in [[&own, &peer], held_out.each_ref()] {
+    let both = |text| [compared(&out, "ort", text, "2048"), compared(&file, "cpu", text, "2048")];
+    for [own, peer] in [[own, peer], both(HELD_OUT), both(CHATS)] {
         assert!(own.decibels >= peer.decibels && own.kl <= peer.kl, "{own:?} {peer:?}");
         assert!(own.top1 >= peer.top1, "{own:?} {peer:?}");
     }
