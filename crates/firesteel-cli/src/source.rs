@@ -10,7 +10,7 @@ use firesteel_compile::{Compiled, CompiledManifest, StepEntry};
 use firesteel_engine::{
     CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
 };
-use firesteel_generate::{ChatTemplate, Conversation, GenerationConfig, Tokenizer};
+use firesteel_generate::{AddedTokens, ChatTemplate, Conversation, GenerationConfig, Tokenizer};
 use firesteel_ort::qnn::{HtpOptions, Limits, free_memory};
 use firesteel_ort::{Optimization, OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
@@ -386,6 +386,11 @@ pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
+/// Whether a file of texts is one of conversations.
+pub(crate) fn has_chats(file: &Path) -> bool {
+    file.extension().is_some_and(|extension| extension == "jsonl")
+}
+
 /// The conversations of a file with one on each line.
 pub(crate) fn read_chats(path: &Path) -> anyhow::Result<Vec<Conversation>> {
     let text = read_text(path)?;
@@ -397,6 +402,45 @@ pub(crate) fn read_chats(path: &Path) -> anyhow::Result<Vec<Conversation>> {
             })
         })
         .collect()
+}
+
+/// The chat template of the first of `sources` that has one.
+pub(crate) fn chat_template(sources: &[&Source]) -> anyhow::Result<ChatTemplate> {
+    let mut found = sources.iter().map(|source| source.chat_template());
+    let first = found.next().context("there is no model for a template")?;
+    first.or_else(|error| found.find_map(Result::ok).ok_or(error))
+}
+
+/// The ids of each conversation of `file` with its answers, in the template of `sources`.
+pub(crate) fn chat_ids(
+    file: &Path,
+    sources: &[&Source],
+    tokenizer: &Tokenizer,
+) -> anyhow::Result<Vec<Vec<u32>>> {
+    let template = chat_template(sources)?;
+    let chats = read_chats(file)?;
+    let encoded = (1..).zip(&chats).map(|(number, chat)| {
+        template.encode(chat, tokenizer).with_context(|| numbered(number, file))
+    });
+    encoded.collect()
+}
+
+/// The ids of a text, or those of each conversation where the file ends in .jsonl.
+pub(crate) fn text_ids(
+    file: &Path,
+    sources: &[&Source],
+    tokenizer: &Tokenizer,
+    added: AddedTokens,
+) -> anyhow::Result<Vec<Vec<u32>>> {
+    match has_chats(file) {
+        true => chat_ids(file, sources, tokenizer),
+        false => Ok(vec![tokenizer.encode(&read_text(file)?, added)?]),
+    }
+}
+
+/// What a conversation of `file` is called in errors.
+pub(crate) fn numbered(number: usize, file: &Path) -> String {
+    format!("conversation {number} of {}", file.display())
 }
 
 /// What `option` says of keys and values, which only the CPU's kernels store in a format of their

@@ -1,4 +1,4 @@
-//! What a model's matrices meet while it reads a text.
+//! What a model's matrices meet while it reads texts.
 
 use crate::engine::Observer;
 use crate::{CheckpointEmbedding, Engine, EngineError, EngineOptions};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// Tokens of a step: enough that widening the weights costs little.
 const CHUNK: usize = 64;
 
-/// Statistics of the matrices' inputs and outputs over a text, for quantizing.
+/// Statistics of the matrices' inputs and outputs over texts, for quantizing.
 #[derive(Debug, Clone)]
 pub struct Calibration {
     tokens: usize,
@@ -114,32 +114,34 @@ impl Observer for Inputs<'_> {
     fn residual(&mut self, _: &Weight, _: &[f64], _: usize) {}
 }
 
-/// Layers that read a text.
+/// Layers that read texts.
 struct Reading<'a> {
     checkpoint: &'a Arc<Checkpoint>,
     layers: Range<usize>,
     logits: Logits,
-    /// Tokens of a sequence; each begins with an empty cache.
-    sequence: usize,
 }
 
 impl Reading<'_> {
-    /// Runs over `x` `[T, H]`. `after` is told the contract and the outputs of every step.
+    /// Runs over `x` `[T, H]`, texts of so many tokens, each from an empty cache. `after` is told
+    /// the contract and the outputs of every step.
     fn run(
         &self,
         x: &[f32],
+        lengths: &[usize],
         observer: &mut dyn Observer,
         after: &mut dyn FnMut(&StepSpec, StepOutputs) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let config = self.checkpoint.config();
         let width = config.hidden_size.max(1);
-        if !x.len().is_multiple_of(width) {
-            let reason = format!("{} values are not whole tokens of {width}", x.len());
+        let tokens = lengths.iter().fold(0usize, |sum, length| sum.saturating_add(*length));
+        if tokens.saturating_mul(width) != x.len() {
+            let reason = format!("{} values are not {tokens} tokens of {width}", x.len());
             return Err(EngineError::Calibration { reason });
         }
-        let sequence = self.sequence.clamp(1, config.max_position_embeddings.max(1));
-        for sequence in x.chunks(sequence.saturating_mul(width)) {
-            let tokens = sequence.len() / width;
+        let mut rest = x;
+        for &tokens in lengths.iter().filter(|tokens| **tokens > 0) {
+            let (sequence, later) = rest.split_at(tokens * width);
+            rest = later;
             let options = StepOptions {
                 tokens: CHUNK.min(tokens),
                 context: tokens,
@@ -166,39 +168,38 @@ impl Reading<'_> {
 }
 
 impl Calibration {
-    /// Runs `ids` on the reference engine, cut into sequences of `sequence` tokens, each from an
-    /// empty cache. `progress` is told the tokens done. The result is the same on any number of
-    /// threads.
+    /// Runs `texts` on the reference engine, each from an empty cache. `progress` is told the tokens
+    /// done. The result is the same on any number of threads.
     ///
     /// # Errors
     /// When there are no tokens, an id has no embedding, or a weight cannot be read.
     pub fn run(
         checkpoint: &Arc<Checkpoint>,
-        ids: &[u32],
-        sequence: usize,
+        texts: &[&[u32]],
         progress: &mut dyn FnMut(usize),
     ) -> Result<Self, EngineError> {
-        Self::run_watched(checkpoint, ids, sequence, &mut |_, _| {}, progress)
+        Self::run_watched(checkpoint, texts, &mut |_, _| {}, progress)
     }
 
     /// As [`Calibration::run`], and shows `inputs` every matrix `[N, K]` together with what it is
-    /// multiplied with, `[T, K]`, in the order of the text.
+    /// multiplied with, `[T, K]`, in the order of the texts.
     ///
     /// # Errors
     /// As [`Calibration::run`].
     pub fn run_watched(
         checkpoint: &Arc<Checkpoint>,
-        ids: &[u32],
-        sequence: usize,
+        texts: &[&[u32]],
         inputs: &mut dyn FnMut(&Weight, &[f64]),
         progress: &mut dyn FnMut(usize),
     ) -> Result<Self, EngineError> {
         let calibration = Self { tokens: 0, matrices: HashMap::new(), residuals: HashMap::new() };
         let mut watched = Watched { calibration, inputs };
         let embedding = CheckpointEmbedding::new(Arc::clone(checkpoint));
+        let (ids, lengths): (Vec<u32>, Vec<usize>) =
+            (texts.concat(), texts.iter().map(|text| text.len()).collect());
         let mut x = vec![0.0; ids.len().saturating_mul(embedding.hidden_size())];
         embedding
-            .lookup(ids, &mut x)
+            .lookup(&ids, &mut x)
             .map_err(|error| EngineError::Calibration { reason: error.to_string() })?;
         let mut done = 0;
         let mut count = |spec: &StepSpec, _: StepOutputs| {
@@ -207,29 +208,28 @@ impl Calibration {
             Ok(())
         };
         let layers = 0..checkpoint.config().num_layers();
-        let reading = Reading { checkpoint, layers, logits: Logits::All, sequence };
-        reading.run(&x, &mut watched, &mut count)?;
+        let reading = Reading { checkpoint, layers, logits: Logits::All };
+        reading.run(&x, &lengths, &mut watched, &mut count)?;
         let mut calibration = watched.calibration;
         calibration.tokens = ids.len();
         if calibration.tokens == 0 {
-            let reason = "the text has no tokens".into();
+            let reason = "the texts have no tokens".into();
             return Err(EngineError::Calibration { reason });
         }
         Ok(calibration)
     }
 
-    /// Runs one layer over `hidden` `[T, H]`, the residual stream before it, cut into sequences of
-    /// `sequence` tokens, each from an empty cache. Returns the residual stream after it, and shows
-    /// `inputs` every matrix of the layer with what it is multiplied with, in the order of the text.
+    /// Runs one layer over `hidden` `[T, H]`, the residual stream before it, of texts of `lengths`
+    /// tokens, each from an empty cache. Returns the residual stream after it, and shows `inputs`
+    /// every matrix of the layer with what it is multiplied with, in the order of the texts.
     ///
     /// # Errors
-    /// When there is no such layer, `hidden` is not a whole number of tokens, or a weight cannot be
-    /// read.
+    /// When there is no such layer, `hidden` is not as many tokens, or a weight cannot be read.
     pub fn run_layer(
         checkpoint: &Arc<Checkpoint>,
         layer: usize,
         hidden: &[f32],
-        sequence: usize,
+        lengths: &[usize],
         inputs: &mut dyn FnMut(&Weight, &[f64]),
     ) -> Result<Vec<f32>, EngineError> {
         let mut after = Vec::with_capacity(hidden.len());
@@ -241,8 +241,8 @@ impl Calibration {
         };
         let layers = layer..layer.saturating_add(1);
         let mut watched = Inputs(inputs);
-        let reading = Reading { checkpoint, layers, logits: Logits::Hidden, sequence };
-        reading.run(hidden, &mut watched, &mut keep)?;
+        let reading = Reading { checkpoint, layers, logits: Logits::Hidden };
+        reading.run(hidden, lengths, &mut watched, &mut keep)?;
         Ok(after)
     }
 

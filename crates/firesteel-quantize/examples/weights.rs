@@ -17,8 +17,8 @@ use firesteel_quantize::weights::{
 };
 use std::sync::Arc;
 use support::{
-    SEQUENCE, decibels, fidelity, golden_tokens, layer_decibels, outliers, path, plainly_rounded,
-    random_tokens, spark_tiny, tokens,
+    decibels, fidelity, golden_tokens, layer_decibels, outliers, path, plainly_rounded,
+    random_tokens, sequences, spark_tiny, tokens,
 };
 
 fn figures(report: &TextReport) -> String {
@@ -53,6 +53,7 @@ fn main() {
     }
     row("equalized floats", "32", &equalized(&model).unwrap());
     let ids = tokens("calibration.txt", usize::MAX);
+    let (aside, ids) = ids.split_at(1024);
     let mixed = Widths::Mixed(Budget::Bits(5.27));
     let cases = [
         ("each for its inputs", Widths::Same(four), false),
@@ -63,10 +64,14 @@ fn main() {
         ("30 dB, each behind the others", Widths::Mixed(Budget::Decibels(30.0)), true),
     ];
     for (name, widths, follow) in cases {
-        let options = ModelOptions { sequence: SEQUENCE, widths, measured_tokens: 1024, follow };
-        let quantized =
-            quantize_model(&Arc::new(equalized(&model).unwrap()), &ids, &options, &mut |_| {})
-                .unwrap();
+        let options = ModelOptions { widths, measured: &[aside], follow };
+        let quantized = quantize_model(
+            &Arc::new(equalized(&model).unwrap()),
+            &sequences(ids),
+            &options,
+            &mut |_| {},
+        )
+        .unwrap();
         let bits = format!("{:.3}", quantized.plan.bits);
         row(name, &bits, &quantized.widened().unwrap());
     }
@@ -79,15 +84,11 @@ fn layer() {
     let plain = plainly_rounded(&model, WeightBits::Four, WeightBits::Four);
     println!("layer of 1.7B, output − input");
     println!("{:34} {:7.2} dB", "plain", layer_decibels(&model, &plain, &test));
-    let options = ModelOptions {
-        sequence: SEQUENCE,
-        widths: Widths::Same(WeightBits::Four),
-        measured_tokens: 0,
-        follow: false,
-    };
+    let options =
+        ModelOptions { widths: Widths::Same(WeightBits::Four), measured: &[], follow: false };
     let quantized = quantize_model(
         &Arc::new(equalized(&model).unwrap()),
-        &random_tokens(4096, 1),
+        &sequences(&random_tokens(4096, 1)),
         &options,
         &mut |_| {},
     )

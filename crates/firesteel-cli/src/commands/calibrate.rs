@@ -2,7 +2,7 @@ use super::check::Spread;
 use super::export::{GeluForm, layer_range};
 use crate::printer::{Printer, table};
 use crate::progress::Progress;
-use crate::source::{Source, read_chats, read_text};
+use crate::source::{Source, chat_ids, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{checkpoint_hashes, sha256};
@@ -27,7 +27,7 @@ use std::process::ExitCode;
 pub(crate) struct Calibrate {
     /// Checkpoint, or an artifact in the qnn dialect
     checkpoint: PathBuf,
-    /// Text files
+    /// Text files, or conversations where they end in .jsonl
     #[arg(long, value_name = "FILE", num_args = 1..)]
     text: Vec<PathBuf>,
     /// Files of conversations, one a line, which go through the chat template
@@ -307,7 +307,6 @@ impl Calibrate {
         length: usize,
         vocabulary: usize,
     ) -> anyhow::Result<Vec<Vec<u32>>> {
-        let mut all: Vec<Vec<u32>> = Vec::new();
         if let Some(count) = self.spread {
             let limit = length.saturating_mul(self.samples);
             if count > limit {
@@ -318,32 +317,25 @@ impl Calibrate {
                 );
             }
             let ids = super::check::spread_ids(Spread::Calibration, count, vocabulary)?;
-            all.extend(ids.chunks(length).map(<[u32]>::to_vec));
-            return Ok(all);
+            return Ok(ids.chunks(length).map(<[u32]>::to_vec).collect());
         }
         if self.text.is_empty() && self.chat.is_empty() {
             bail!("there is nothing to read; give --text or --chat");
         }
         let tokenizer = source.tokenizer()?;
         let tokenizer = tokenizer.context("a text needs the model's tokenizer; see --spread")?;
+        let mut texts = Vec::new();
         for file in &self.text {
-            let ids = tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?;
-            all.extend(ids.chunks(length).map(<[u32]>::to_vec));
+            texts.extend(text_ids(file, &[source], &tokenizer, AddedTokens::Parse)?);
         }
-        if !self.chat.is_empty() {
-            let template = source.chat_template()?;
-            for file in &self.chat {
-                for chat in read_chats(file)? {
-                    let mut ids = template.encode(&chat, &tokenizer)?;
-                    ids.truncate(length);
-                    all.push(ids);
-                }
-            }
+        for file in &self.chat {
+            texts.extend(chat_ids(file, &[source], &tokenizer)?);
         }
+        let all: Vec<&[u32]> = texts.iter().flat_map(|ids| ids.chunks(length)).collect();
         // Spread evenly, so that every text has its share.
         let (count, wanted) = (all.len(), self.samples.min(all.len()));
         let chosen = (0..wanted).map(|index| index * count / wanted.max(1));
-        Ok(chosen.filter_map(|index| all.get(index).cloned()).collect())
+        Ok(chosen.filter_map(|index| all.get(index).map(|ids| ids.to_vec())).collect())
     }
 }
 

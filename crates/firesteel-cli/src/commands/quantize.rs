@@ -3,15 +3,16 @@ mod graph;
 use self::graph::{GraphArgs, GraphRequest};
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
-use crate::source::{Source, read_text};
+use crate::source::{Source, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_checkpoint::{
-    Checkpoint, GgufOptions, Head, QuantizedTensor, Raised, WeightFormat, allocate, can_raise,
-    write_gguf,
+    Checkpoint, GgufOptions, Head, ModelConfig, QuantizedTensor, Raised, WeightFormat, allocate,
+    can_raise, write_gguf,
 };
 use firesteel_engine::Calibration;
-use firesteel_generate::AddedTokens;
+use firesteel_generate::{AddedTokens, Tokenizer};
+use firesteel_quantize::weights::spread_over;
 use firesteel_tensor::DType;
 use glob::Pattern;
 use serde::Serialize;
@@ -51,10 +52,11 @@ pub(crate) struct Quantize {
     /// in q6_k]
     #[arg(long, value_name = "BITS")]
     bits: Option<f64>,
-    /// Text files that the model reads to learn which columns matter
+    /// Text files, or conversations where they end in .jsonl, that the model reads to learn which
+    /// columns matter
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "scheme")]
     calibrate: Vec<PathBuf>,
-    /// Most tokens of the calibration
+    /// Most tokens of the calibration; of more, some all over the texts are taken
     #[arg(long, value_name = "N", default_value_t = 8192, requires = "calibrate")]
     calibrate_tokens: usize,
     /// GGUF file, or folder of the artifact, to write
@@ -297,16 +299,38 @@ impl Quantize {
             return Ok(None);
         }
         let tokenizer = source.tokenizer()?.context("--calibrate needs the model's tokenizer")?;
-        let mut ids = Vec::new();
-        for file in &self.calibrate {
-            ids.extend(tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?);
-        }
-        ids.truncate(self.calibrate_tokens);
+        let texts = calibration_texts(&self.calibrate, source, &tokenizer)?;
+        let texts = sequences(&texts, SEQUENCE, checkpoint.config(), self.calibrate_tokens);
         let bar = Progress::of_tokens("calibrating");
-        let total = ids.len() as u64;
+        let total = texts.iter().map(|ids| ids.len() as u64).sum();
         let mut progress = |done: usize| bar.set(done as u64, total);
-        Ok(Some(Calibration::run(checkpoint, &ids, SEQUENCE, &mut progress)?))
+        Ok(Some(Calibration::run(checkpoint, &texts, &mut progress)?))
     }
+}
+
+/// The ids of texts and conversations for which weights are rounded.
+fn calibration_texts(
+    files: &[PathBuf],
+    source: &Source,
+    tokenizer: &Tokenizer,
+) -> anyhow::Result<Vec<Vec<u32>>> {
+    let mut texts = Vec::new();
+    for file in files {
+        texts.extend(text_ids(file, &[source], tokenizer, AddedTokens::Parse)?);
+    }
+    Ok(texts)
+}
+
+/// Sequences of at most `length` tokens from all over `texts`, with at most `tokens` tokens together.
+fn sequences<'a>(
+    texts: &'a [Vec<u32>],
+    length: usize,
+    config: &ModelConfig,
+    tokens: usize,
+) -> Vec<&'a [u32]> {
+    let length = length.min(SEQUENCE).min(config.max_position_embeddings).max(1);
+    let all: Vec<&[u32]> = texts.iter().flat_map(|ids| ids.chunks(length)).collect();
+    spread_over(&all, tokens)
 }
 
 fn print(mut report: Report, printer: &mut Printer) -> anyhow::Result<()> {

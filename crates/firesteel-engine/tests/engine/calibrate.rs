@@ -9,8 +9,13 @@ use std::sync::Arc;
 
 const IDS: [u32; 7] = [5, 17, 3, 96, 44, 44, 9];
 
-fn run(checkpoint: &Arc<Checkpoint>, ids: &[u32], sequence: usize) -> Calibration {
-    Calibration::run(checkpoint, ids, sequence, &mut |_| {}).unwrap()
+fn run(checkpoint: &Arc<Checkpoint>, texts: &[&[u32]]) -> Calibration {
+    Calibration::run(checkpoint, texts, &mut |_| {}).unwrap()
+}
+
+/// [`IDS`] as two texts.
+fn two() -> [&'static [u32]; 2] {
+    [&IDS[..4], &IDS[4..]]
 }
 
 /// Mean square of each column of the RMSNorm of `rows`.
@@ -41,7 +46,7 @@ fn near(actual: &[f32], expected: &[f64]) {
 fn importance_is_the_mean_square_of_the_inputs() {
     let checkpoint = checkpoint("mini");
     let config = checkpoint.config();
-    let calibration = run(&checkpoint, &IDS, 512);
+    let calibration = run(&checkpoint, &[&IDS]);
     assert_eq!(calibration.tokens(), IDS.len());
 
     let embedding = CheckpointEmbedding::new(Arc::clone(&checkpoint));
@@ -86,7 +91,7 @@ fn inputs_are_shown_in_the_order_of_the_text() {
         }
     };
     let calibration =
-        Calibration::run_watched(&checkpoint, &IDS, 4, &mut watch, &mut |_| {}).unwrap();
+        Calibration::run_watched(&checkpoint, &two(), &mut watch, &mut |_| {}).unwrap();
     assert_eq!(squares.len(), 5 * checkpoint.layers().len() + 1);
     for (name, sums) in squares {
         let mean: Vec<f32> = sums.iter().map(|sum| (sum / IDS.len() as f64) as f32).collect();
@@ -97,7 +102,7 @@ fn inputs_are_shown_in_the_order_of_the_text() {
 #[test]
 fn layers_one_by_one_meet_what_the_whole_model_meets() {
     let checkpoint = checkpoint("mini");
-    let calibration = run(&checkpoint, &IDS, 4);
+    let calibration = run(&checkpoint, &two());
     let embedding = CheckpointEmbedding::new(Arc::clone(&checkpoint));
     let mut hidden = vec![0f32; IDS.len() * checkpoint.config().hidden_size];
     embedding.lookup(&IDS, &mut hidden).unwrap();
@@ -110,15 +115,20 @@ fn layers_one_by_one_meet_what_the_whole_model_meets() {
                 }
             }
         };
-        hidden = Calibration::run_layer(&checkpoint, index, &hidden, 4, &mut watch).unwrap();
+        hidden = Calibration::run_layer(&checkpoint, index, &hidden, &[4, 3], &mut watch).unwrap();
         let mean: Vec<f64> = squares.iter().map(|sum| sum / IDS.len() as f64).collect();
         near(&calibration.importance(layer.mlp_down.name()).unwrap(), &mean);
     }
     let count = checkpoint.layers().len();
-    let beyond = Calibration::run_layer(&checkpoint, count, &hidden, 4, &mut |_, _| {});
+    let beyond = Calibration::run_layer(&checkpoint, count, &hidden, &[4, 3], &mut |_, _| {});
     assert!(beyond.is_err());
-    let part = Calibration::run_layer(&checkpoint, 0, &hidden[1..], 4, &mut |_, _| {}).unwrap_err();
-    assert!(part.to_string().contains("are not whole tokens of"), "{part}");
+    for (hidden, lengths) in
+        [(&hidden[1..], &[4, 3][..]), (&hidden, &[4, 2]), (&hidden, &[usize::MAX, 8])]
+    {
+        let run = Calibration::run_layer(&checkpoint, 0, hidden, lengths, &mut |_, _| {});
+        let error = run.unwrap_err().to_string();
+        assert!(error.contains("values are not") && error.contains("tokens of"), "{error}");
+    }
 }
 
 #[test]
@@ -129,8 +139,8 @@ fn sequences_begin_anew_and_threads_do_not_matter() {
         let mean = calibration.importance(weight.name()).unwrap();
         mean.iter().map(|mean| f64::from(*mean) * calibration.tokens() as f64).collect()
     };
-    let cut = run(&checkpoint, &IDS, 4);
-    let parts = [run(&checkpoint, &IDS[..4], 512), run(&checkpoint, &IDS[4..], 512)];
+    let cut = run(&checkpoint, &two());
+    let parts = two().map(|text| run(&checkpoint, &[text]));
     for weight in [&layer.attention_out, &layer.mlp_down, checkpoint.head_weight()] {
         let [left, right] = [squares(&parts[0], weight), squares(&parts[1], weight)];
         let sums: Vec<f64> = left.iter().zip(&right).map(|(a, b)| a + b).collect();
@@ -139,7 +149,7 @@ fn sequences_begin_anew_and_threads_do_not_matter() {
     }
     let with_threads = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let calibration = pool.install(|| run(&checkpoint, &IDS, 4));
+        let calibration = pool.install(|| run(&checkpoint, &two()));
         let mut effects: Vec<_> = calibration.effects(&checkpoint).into_iter().collect();
         effects.sort_by(|a, b| a.0.cmp(&b.0));
         (squares(&calibration, &layer.mlp_down), effects)
@@ -150,8 +160,11 @@ fn sequences_begin_anew_and_threads_do_not_matter() {
 #[test]
 fn texts_that_cannot_be_run_are_refused() {
     let checkpoint = checkpoint("mini");
-    let error =
-        |ids: &[u32]| Calibration::run(&checkpoint, ids, 8, &mut |_| {}).unwrap_err().to_string();
-    assert_eq!(error(&[]), "the calibration cannot be run: the text has no tokens");
-    assert!(error(&[u32::MAX]).contains("token id 4294967295 has no row"));
+    let error = |texts: &[&[u32]]| {
+        Calibration::run(&checkpoint, texts, &mut |_| {}).unwrap_err().to_string()
+    };
+    for empty in [&[][..], &[&[][..]]] {
+        assert_eq!(error(empty), "the calibration cannot be run: the texts have no tokens");
+    }
+    assert!(error(&[&[u32::MAX]]).contains("token id 4294967295 has no row"));
 }

@@ -329,8 +329,8 @@ mod tests {
         let streams = |model: &Arc<Checkpoint>| {
             let hidden: Vec<f32> =
                 (0..64 * 9).map(|i| ((i * 37 % 101) as f32 - 50.0) / 30.0).collect();
-            let first = Calibration::run_layer(model, 0, &hidden, 9, &mut |_, _| ()).unwrap();
-            Calibration::run_layer(model, 1, &first, 9, &mut |_, _| ()).unwrap()
+            let first = Calibration::run_layer(model, 0, &hidden, &[9], &mut |_, _| ()).unwrap();
+            Calibration::run_layer(model, 1, &first, &[9], &mut |_, _| ()).unwrap()
         };
         let (mut signal, mut noise) = (0.0, 0.0);
         for (a, b) in streams(&model).iter().zip(streams(&sized)) {

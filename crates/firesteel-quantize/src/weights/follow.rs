@@ -3,6 +3,7 @@
 
 use super::model::{groups, read};
 use super::scores::round_of_model;
+use super::texts::{token_weights, weigh};
 use super::{Gram, OutputError, QuantizedMatrix, WeightBits, WeightError};
 use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::{Calibration, CheckpointEmbedding, EngineError};
@@ -33,8 +34,6 @@ struct Streams {
 /// Which matrices are rounded, and over what.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerOptions {
-    /// Tokens of the sequences that the calibration text is cut into.
-    pub sequence: usize,
     /// Layers whose matrices are rounded. Those before them only read the text.
     pub layers: Range<usize>,
     /// Whether the head is rounded too, which needs all layers.
@@ -45,28 +44,69 @@ pub struct LayerOptions {
 }
 
 /// The matrices of some layers of `model` with the widths that `width` says by their names: each is
-/// rounded with the Gram matrix of its inputs. To follow is to take the inputs that it meets behind
-/// the matrices before it, which are integers already, and to change it first so that its output
-/// comes nearer to the one that it has behind the floats (Li et al., GPTAQ, 2025). `progress` is
-/// told the name of each matrix that is done.
+/// rounded with the Gram matrix of its inputs in `texts`, each of which begins with an empty cache.
+/// To follow is to take the inputs that it meets behind the matrices before it, which are integers
+/// already, and to change it first so that its output comes nearer to the one that it has behind the
+/// floats (Li et al., GPTAQ, 2025). With the head, a token counts the more the less certain the model
+/// is of its successor, because an error changes the more probabilities there. `progress` is told the
+/// name of each matrix that is done.
 ///
-/// Takes memory for one Gram matrix and the text's residual stream.
+/// Takes memory for one Gram matrix and the texts' residual stream.
 ///
 /// # Errors
-/// When the text cannot be run, there are no such layers, or a weight is not finite.
+/// When the texts cannot be run, there are no such layers, or a weight is not finite.
 pub fn round_layers(
     model: &Arc<Checkpoint>,
-    ids: &[u32],
+    texts: &[&[u32]],
     options: &LayerOptions,
     width: &dyn Fn(&str) -> WeightBits,
     progress: &mut dyn FnMut(&str),
 ) -> Result<BTreeMap<String, QuantizedMatrix>, WeightError> {
+    let weights = options.head.then(|| token_weights(model, texts)).transpose()?;
+    let texts = Texts { texts, weights: weights.as_deref() };
+    let mut done = |weight: &Weight, _: &QuantizedMatrix, _: &Gram, _: &OutputError| {
+        progress(weight.name());
+        Ok(())
+    };
+    round(model, texts, options, &|name| Some(width(name)), &mut done)
+}
+
+/// What the matrices are rounded for: texts and how much each of their tokens counts.
+#[derive(Clone, Copy)]
+pub(super) struct Texts<'a> {
+    pub(super) texts: &'a [&'a [u32]],
+    /// All alike if there are none.
+    pub(super) weights: Option<&'a [f32]>,
+}
+
+impl Texts<'_> {
+    fn weigh(&self, inputs: &mut [f32]) {
+        if let Some(weights) = self.weights {
+            weigh(inputs, weights);
+        }
+    }
+}
+
+/// Told each matrix that is done, its integers, the Gram matrix of its inputs and the measure made of
+/// that.
+pub(super) type Done<'a> =
+    dyn FnMut(&Weight, &QuantizedMatrix, &Gram, &OutputError) -> Result<(), WeightError> + 'a;
+
+/// As [`round_layers`]; matrices without a width stay as they are.
+pub(super) fn round(
+    model: &Arc<Checkpoint>,
+    texts: Texts<'_>,
+    options: &LayerOptions,
+    width: &dyn Fn(&str) -> Option<WeightBits>,
+    done: &mut Done<'_>,
+) -> Result<BTreeMap<String, QuantizedMatrix>, WeightError> {
+    let ids = texts.texts.concat();
     if ids.is_empty() {
-        return Err(EngineError::Calibration { reason: "the text has no tokens".into() }.into());
+        return Err(EngineError::Calibration { reason: "the texts have no tokens".into() }.into());
     }
     let embedding = CheckpointEmbedding::new(Arc::clone(model));
     let mut float = vec![0.0; ids.len().saturating_mul(embedding.hidden_size())];
-    embedding.lookup(ids, &mut float)?;
+    embedding.lookup(&ids, &mut float)?;
     let mut streams = Streams { quantized: Vec::new(), float };
     let mut matrices = BTreeMap::new();
     let mut changed = Arc::clone(model);
@@ -75,44 +115,43 @@ pub fn round_layers(
     for layer in 0..options.layers.end {
         let stages: Vec<&Vec<&Weight>> = of_layers.by_ref().take(STAGES).collect();
         if layer < options.layers.start {
-            streams.float = inputs(model, layer, &streams.float, options.sequence, &[])?.0;
+            streams.float = inputs(model, layer, &streams.float, texts, &[])?.0;
             continue;
         }
         if layer == options.layers.start {
             streams.quantized = streams.float.clone();
         }
+        let wide =
+            |stage: &&Vec<&Weight>| stage.iter().any(|weight| width(weight.name()).is_some());
+        let stages: Vec<&Vec<&Weight>> = stages.into_iter().filter(wide).collect();
         let names: Vec<&str> =
             stages.iter().filter_map(|group| group.first()).map(|weight| weight.name()).collect();
-        let (after, wanted) = inputs(model, layer, &streams.float, options.sequence, &names)?;
+        let (after, wanted) = inputs(model, layer, &streams.float, texts, &names)?;
         for (stage, name) in stages.into_iter().zip(&names) {
             if !options.follow {
                 if let Some(met) = wanted.get(*name) {
-                    quantize(model, stage, (None, met), width, &mut matrices)?;
-                    stage.iter().for_each(|weight| progress(weight.name()));
+                    quantize(model, stage, (None, met), width, &mut matrices, done)?;
                 }
                 continue;
             }
-            let (_, met) = inputs(&changed, layer, &streams.quantized, options.sequence, &[name])?;
+            let (_, met) = inputs(&changed, layer, &streams.quantized, texts, &[name])?;
             let (Some(wanted), Some(met)) = (wanted.get(*name), met.get(*name)) else { continue };
-            changed = quantize(&changed, stage, (Some(wanted), met), width, &mut matrices)?;
-            stage.iter().for_each(|weight| progress(weight.name()));
+            changed = quantize(&changed, stage, (Some(wanted), met), width, &mut matrices, done)?;
         }
         if options.follow {
-            streams.quantized =
-                inputs(&changed, layer, &streams.quantized, options.sequence, &[])?.0;
+            streams.quantized = inputs(&changed, layer, &streams.quantized, texts, &[])?.0;
         }
         streams.float = after;
     }
     if let Some(head) = of_layers.next().filter(|_| options.head) {
-        let wanted = normed(model, &streams.float)?;
+        let wanted = normed(model, &streams.float, texts)?;
         match options.follow {
-            false => quantize(model, head, (None, &wanted), width, &mut matrices)?,
+            false => quantize(model, head, (None, &wanted), width, &mut matrices, done)?,
             true => {
-                let met = normed(model, &streams.quantized)?;
-                quantize(&changed, head, (Some(&wanted), &met), width, &mut matrices)?
+                let met = normed(model, &streams.quantized, texts)?;
+                quantize(&changed, head, (Some(&wanted), &met), width, &mut matrices, done)?
             }
         };
-        head.iter().for_each(|weight| progress(weight.name()));
     }
     Ok(matrices)
 }
@@ -120,12 +159,12 @@ pub fn round_layers(
 /// What the matrices `names` are multiplied with, `[T, K]`.
 type Met = HashMap<String, Vec<f32>>;
 
-/// The residual stream after a layer, and what some of its matrices meet.
+/// The residual stream after a layer, and what some of its matrices meet, weighed.
 fn inputs(
     model: &Arc<Checkpoint>,
     layer: usize,
     hidden: &[f32],
-    sequence: usize,
+    texts: Texts<'_>,
     names: &[&str],
 ) -> Result<(Vec<f32>, Met), EngineError> {
     let mut met = Met::new();
@@ -135,12 +174,14 @@ fn inputs(
             all.extend(inputs.iter().map(|value| *value as f32));
         }
     };
-    let after = Calibration::run_layer(model, layer, hidden, sequence, &mut watch)?;
+    let lengths: Vec<usize> = texts.texts.iter().map(|text| text.len()).collect();
+    let after = Calibration::run_layer(model, layer, hidden, &lengths, &mut watch)?;
+    met.values_mut().for_each(|inputs| texts.weigh(inputs));
     Ok((after, met))
 }
 
-/// What the head meets.
-fn normed(model: &Checkpoint, stream: &[f32]) -> Result<Vec<f32>, WeightError> {
+/// What the head meets, weighed.
+fn normed(model: &Checkpoint, stream: &[f32], texts: Texts<'_>) -> Result<Vec<f32>, WeightError> {
     let mut gains = vec![0f32; model.final_norm().element_count()];
     model.final_norm().read_f32(0, &mut gains)?;
     let mut normed = Vec::with_capacity(stream.len());
@@ -150,6 +191,7 @@ fn normed(model: &Checkpoint, stream: &[f32]) -> Result<Vec<f32>, WeightError> {
         let scaled = |(x, gain): (&f32, &f32)| (f64::from(*x) * inverse * f64::from(*gain)) as f32;
         normed.extend(row.iter().zip(&gains).map(scaled));
     }
+    texts.weigh(&mut normed);
     Ok(normed)
 }
 
@@ -159,8 +201,9 @@ fn quantize(
     model: &Checkpoint,
     stage: &[&Weight],
     (wanted, met): (Option<&[f32]>, &[f32]),
-    width: &dyn Fn(&str) -> WeightBits,
+    width: &dyn Fn(&str) -> Option<WeightBits>,
     matrices: &mut BTreeMap<String, QuantizedMatrix>,
+    done: &mut Done<'_>,
 ) -> Result<Arc<Checkpoint>, WeightError> {
     let columns = stage.first().and_then(|weight| weight.shape().last()).copied();
     let columns = columns.unwrap_or_default();
@@ -170,6 +213,7 @@ fn quantize(
     let lost = wanted.map(|wanted| cross(wanted, met, columns));
     let mut changed = Vec::with_capacity(stage.len());
     for weight in stage {
+        let Some(bits) = width(weight.name()) else { continue };
         let (rows, _, mut values) = read(weight)?;
         if let Some(lost) = &lost {
             values.par_chunks_mut(TOGETHER * columns.max(1)).for_each(|block| {
@@ -185,9 +229,9 @@ fn quantize(
                 }
             });
         }
-        let bits = width(weight.name());
         let matrix = round_of_model(model, weight.name(), &values, columns, bits, &error)?;
         changed.push(Weight::from_f32(weight.name(), vec![rows, columns], matrix.values())?);
+        done(weight, &matrix, &gram, &error)?;
         matrices.insert(weight.name().to_owned(), matrix);
     }
     Ok(Arc::new(model.with_weights(changed)?))

@@ -14,6 +14,7 @@ mod output_error;
 mod plan;
 mod round;
 mod scores;
+mod texts;
 
 pub use equalize::{ColumnSizes, Importance, column_sizes, equalized, with_columns};
 pub use follow::{LayerOptions, round_layers};
@@ -23,6 +24,7 @@ pub use output_error::OutputError;
 pub use plan::{Budget, Choice, Plan, plan};
 pub use round::round_for_output;
 pub use scores::{ScoreRows, round_for_scores};
+pub use texts::spread_over;
 
 use firesteel_checkpoint::CheckpointError;
 use firesteel_engine::EngineError;

@@ -1,28 +1,27 @@
-use super::follow::{LayerOptions, round_layers};
-use super::scores::round_of_model;
+use super::follow::{LayerOptions, Texts, round};
+use super::texts::{logits, token_weights};
 use super::{
     Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, ScoreRows, WeightBits, WeightError,
     plan, round_for_output, round_nearest,
 };
 use firesteel_checkpoint::{Checkpoint, Weight};
-use firesteel_engine::{Calibration, CpuModel, CpuOptions, KvFormat, PackedCache, SequenceOptions};
-use firesteel_step::{Decoder, Wanted};
+use firesteel_engine::Calibration;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// How the weights of a model are quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ModelOptions {
-    /// Tokens of the sequences that the calibration text is cut into.
-    pub sequence: usize,
+pub struct ModelOptions<'a> {
     /// Which matrices get 8 bits.
     pub widths: Widths,
-    /// Tokens of the text by which the noise of each matrix is measured for mixed widths: the model
-    /// reads them once for each matrix, and is in memory as f32. With 0 the noise is estimated from
-    /// the error of the matrix's output, which is quick, but does not know how an error spreads.
-    pub measured_tokens: usize,
+    /// Texts over which it is measured what each matrix costs the output, for mixed widths: the model
+    /// reads them once for each matrix, and is in memory as f32. Weights are not rounded for them as
+    /// long as something is measured: the errors would be smaller there. Without them the costs are
+    /// estimated from the error of the matrix's output, which is quick, but does not know how an error
+    /// spreads.
+    pub measured: &'a [&'a [u32]],
     /// Whether each matrix is rounded for what the matrices before it have become, and makes up for
-    /// a part of their errors. The text is read six times as often.
+    /// a part of their errors. The texts are read six times as often.
     pub follow: bool,
 }
 
@@ -31,7 +30,7 @@ pub struct ModelOptions {
 pub enum Widths {
     /// All have the same width.
     Same(WeightBits),
-    /// Those that make most noise.
+    /// Those that do most harm.
     Mixed(Budget),
 }
 
@@ -43,10 +42,12 @@ pub struct QuantizedModel {
     pub model: Arc<Checkpoint>,
     /// By the names in `model`: the matrices of all layers but the head-wise gates, and the head.
     pub matrices: BTreeMap<String, QuantizedMatrix>,
-    /// Their widths, and the noise that is expected of them.
+    /// Their widths.
     pub plan: Plan,
-    /// Signal to noise of the logits in dB that they have, for a budget of decibels with
-    /// [`ModelOptions::measured_tokens`].
+    /// Signal to noise of the logits in dB that mixed widths were expected to have, where their
+    /// noise is what they were chosen by.
+    pub expected: Option<f64>,
+    /// The one that they have, over the texts of [`ModelOptions::measured`], for a budget of decibels.
     pub measured: Option<f64>,
 }
 
@@ -57,114 +58,119 @@ impl QuantizedModel {
     /// # Errors
     /// When the matrices are not those of the model.
     pub fn widened(&self) -> Result<Checkpoint, WeightError> {
-        let mut weights = Vec::with_capacity(self.matrices.len());
-        for (name, matrix) in &self.matrices {
-            weights.push(Weight::from_f32(
-                name,
-                vec![matrix.rows, matrix.columns],
-                matrix.values(),
-            )?);
-        }
-        Ok(self.model.with_weights(weights)?)
+        widened(&self.model, &self.matrices)
     }
 }
 
-/// Quantizes the matrices of `model` for what they meet while it reads `ids`: each is rounded with
-/// the Gram matrix of its inputs ([`round_for_output`], and
-/// [`round_for_scores`](super::round_for_scores) for queries and keys), and widths follow from the
-/// noise that the errors of the matrices make ([`plan`]). A budget of decibels is measured with all
-/// widths together, and more matrices are raised until it holds. Columns that are equally large come
-/// out best, see [`with_columns`](super::with_columns). The result is the same on any number of threads.
-/// `progress` is told the name of each matrix that is done.
-///
-/// Takes memory for a Gram matrix of every kind of input in every layer.
+fn widened(
+    model: &Checkpoint,
+    matrices: &BTreeMap<String, QuantizedMatrix>,
+) -> Result<Checkpoint, WeightError> {
+    let mut weights = Vec::with_capacity(matrices.len());
+    for (name, matrix) in matrices {
+        weights.push(widened_matrix(name, matrix)?);
+    }
+    Ok(model.with_weights(weights)?)
+}
+
+fn widened_matrix(name: &str, matrix: &QuantizedMatrix) -> Result<Weight, WeightError> {
+    Ok(Weight::from_f32(name, vec![matrix.rows, matrix.columns], matrix.values())?)
+}
+
+/// Quantizes the matrices of `model` for what they meet while it reads `texts`
+/// ([`round_layers`](super::round_layers)), with the widths that follow from the harm that the errors
+/// of the matrices do ([`plan`]): the noise of the logits, and for a budget of bits the KL divergence of
+/// the probabilities too. A budget of decibels is measured with all widths together, and
+/// more matrices are raised until it holds. Columns that are equally large come out best, see
+/// [`with_columns`](super::with_columns). The result is the same on any number of threads. `progress`
+/// is told the name of each matrix that is done.
 ///
 /// # Errors
-/// When the text cannot be run, a weight is not finite, or the budget cannot be met.
+/// When the texts cannot be run, a weight is not finite, or the budget cannot be met.
 pub fn quantize_model(
     model: &Arc<Checkpoint>,
-    ids: &[u32],
-    options: &ModelOptions,
+    texts: &[&[u32]],
+    options: &ModelOptions<'_>,
     progress: &mut dyn FnMut(&str),
 ) -> Result<QuantizedModel, WeightError> {
-    let groups = groups(model);
-    let (grams, calibration) = grams(model, &groups, ids, options.sequence)?;
-    let effects = calibration.effects(model);
-    let mut matrices = BTreeMap::new();
-    let mut choices = Vec::new();
+    let every = [texts, options.measured].concat();
+    let weights = token_weights(model, &every)?;
+    let all = Texts { texts: &every, weights: Some(&weights) };
+    let of_texts = Texts { texts, weights: Some(&weights) };
+    let layers =
+        LayerOptions { layers: 0..model.layers().len(), head: true, follow: options.follow };
     let first = match options.widths {
         Widths::Same(bits) => bits,
         Widths::Mixed(_) => WeightBits::Four,
     };
-    for group in &groups {
-        let Some((gram, error)) = measure(&grams, group)? else { continue };
-        for weight in group {
-            let (rows, columns, values) = read(weight)?;
-            let effect = effects.get(weight.name()).copied().unwrap_or(1.0);
-            let noise = |matrix: &QuantizedMatrix| {
-                let error: Vec<f32> =
-                    values.iter().zip(matrix.values()).map(|(a, b)| a - b).collect();
-                let square = gram.output_square(&error).unwrap_or(f64::INFINITY);
-                effect * square / gram.rows().max(1) as f64
-            };
-            let matrix = round_of_model(model, weight.name(), &values, columns, first, &error)?;
-            // Scores that are near leave outputs that are not so near.
-            let by_rows = ScoreRows::of(model, weight.name())
-                .map(|_| round_for_output(&values, rows, columns, first, &error))
-                .transpose()?;
-            let of_first = noise(by_rows.as_ref().unwrap_or(&matrix));
-            let eight = match first {
-                WeightBits::Four => {
-                    noise(&round_nearest(&values, rows, columns, WeightBits::Eight)?)
-                }
-                WeightBits::Eight => of_first,
-            };
-            choices.push(Choice {
-                name: weight.name().to_owned(),
-                rows,
-                columns,
-                noise: [of_first, eight],
-            });
-            matrices.insert(weight.name().to_owned(), matrix);
-            progress(weight.name());
-        }
-    }
-    let budget = match options.widths {
-        Widths::Same(WeightBits::Four) => Budget::Decibels(f64::NEG_INFINITY),
-        Widths::Same(WeightBits::Eight) => Budget::Bits(f64::INFINITY),
-        Widths::Mixed(budget) => budget,
+    let measured = options.measured.iter().any(|text| !text.is_empty());
+    let estimated = !measured && options.widths != Widths::Same(first);
+    let effects = match estimated {
+        true => Calibration::run(model, texts, &mut |_| {})?.effects(model),
+        false => HashMap::new(),
     };
-    if let Widths::Mixed(_) = options.widths
-        && options.measured_tokens > 0
-    {
-        let ids = ids.get(..options.measured_tokens).unwrap_or(ids);
-        measure_noise(model, &matrices, ids, options.sequence, &mut choices)?;
+    let mut choices = Vec::new();
+    let mut done = |weight: &Weight, matrix: &QuantizedMatrix, gram: &Gram, error: &OutputError| {
+        progress(weight.name());
+        let mut choice = choice(weight)?;
+        if estimated {
+            let effect = effects.get(weight.name()).copied().unwrap_or(1.0);
+            let by_rows = ScoreRows::of(model, weight.name()).is_some();
+            let matrix = (!by_rows).then_some(matrix);
+            choice.harm = estimate(weight, matrix, gram, error)?.map(|square| effect * square);
+        }
+        choices.push(choice);
+        Ok(())
+    };
+    let matrices = round(model, of_texts, &layers, &|_| Some(first), &mut done)?;
+    let budget = match options.widths {
+        Widths::Mixed(budget) => budget,
+        Widths::Same(bits) => {
+            let budget = match bits {
+                WeightBits::Four => Budget::Decibels(f64::NEG_INFINITY),
+                WeightBits::Eight => Budget::Bits(f64::INFINITY),
+            };
+            let (model, plan) = (Arc::clone(model), plan(&choices, budget)?);
+            return Ok(QuantizedModel { model, matrices, plan, expected: None, measured: None });
+        }
+    };
+    let reference = match estimated {
+        true => None,
+        false => Some(Reference::of(model, options.measured)?),
+    };
+    if let Some(reference) = &reference {
+        reference.share(&matrices, budget, &mut choices)?;
     }
     let mut found = plan(&choices, budget)?;
-    // Noises that are measured one by one add up only nearly.
-    let asked = match options.widths {
-        Widths::Mixed(Budget::Decibels(decibels)) if options.measured_tokens > 0 => Some(decibels),
-        _ => None,
-    };
-    let mut eights = BTreeMap::new();
     loop {
-        let matrices = match options.follow {
-            true => followed(model, ids, options, &found, progress)?,
-            false => {
-                raise(model, &grams, &groups, &found, first, &mut eights, progress)?;
-                let eight = |name: &String| found.widths.get(name) == Some(&WeightBits::Eight);
-                let matrix = |(name, matrix): (&String, &QuantizedMatrix)| {
-                    let raised = eights.get(name).filter(|_| eight(name)).unwrap_or(matrix);
-                    (name.clone(), raised.clone())
-                };
-                matrices.iter().map(matrix).collect()
-            }
+        let raised = |name: &str| found.widths.get(name) == Some(&WeightBits::Eight);
+        let width = |name: &str| match raised(name) {
+            true => Some(WeightBits::Eight),
+            // By itself it is what it was.
+            false => options.follow.then_some(WeightBits::Four),
         };
-        let mut result =
-            QuantizedModel { model: Arc::clone(model), matrices, plan: found, measured: None };
-        let Some(asked) = asked else { return Ok(result) };
-        let ids = ids.get(..options.measured_tokens).unwrap_or(ids);
-        let reached = decibels(model, &result.widened()?, ids, options.sequence)?;
+        let mut done = |weight: &Weight, _: &QuantizedMatrix, _: &Gram, _: &OutputError| {
+            progress(weight.name());
+            Ok(())
+        };
+        let (texts, to_measure) = match (budget, &reference) {
+            (Budget::Decibels(asked), Some(reference)) => (of_texts, Some((asked, reference))),
+            // Nothing more is measured.
+            _ => (all, None),
+        };
+        let mut matrices = matrices.clone();
+        matrices.extend(round(model, texts, &layers, &width, &mut done)?);
+        let noise = matches!(budget, Budget::Decibels(_)) || estimated;
+        let expected = noise.then(|| decibels(found.harm));
+        let mut result = QuantizedModel {
+            model: Arc::clone(model),
+            matrices,
+            plan: found,
+            expected,
+            measured: None,
+        };
+        let Some((asked, reference)) = to_measure else { return Ok(result) };
+        let reached = decibels(reference.harm(&result.widened()?)?.noise);
         result.measured = Some(reached);
         if reached >= asked {
             return Ok(result);
@@ -173,134 +179,143 @@ pub fn quantize_model(
             let extreme = "8 bits everywhere";
             return Err(WeightError::Budget { asked: format!("{asked} dB"), extreme, reached });
         }
-        let goal = Budget::Decibels(result.plan.decibels.max(asked) + (asked - reached).max(0.1));
-        found = match plan(&choices, goal) {
+        // Noises that are measured one by one add up only nearly.
+        let goal = decibels(result.plan.harm).max(asked) + (asked - reached).max(0.1);
+        found = match plan(&choices, Budget::Decibels(goal)) {
             Ok(more) if more.bits > result.plan.bits => more,
             _ => plan(&choices, Budget::Bits(f64::INFINITY))?,
         };
     }
 }
 
-/// Rounds all matrices, each behind those before it.
-fn followed(
-    model: &Arc<Checkpoint>,
-    ids: &[u32],
-    options: &ModelOptions,
-    plan: &Plan,
-    progress: &mut dyn FnMut(&str),
-) -> Result<BTreeMap<String, QuantizedMatrix>, WeightError> {
-    let layers = LayerOptions {
-        sequence: options.sequence,
-        layers: 0..model.layers().len(),
-        head: true,
-        follow: true,
+/// A share of noise as signal to noise in dB.
+fn decibels(noise: f64) -> f64 {
+    -10.0 * noise.log10()
+}
+
+/// A matrix that has 4 or 8 bits, with the squared errors of its weights as the harm.
+fn choice(weight: &Weight) -> Result<Choice, WeightError> {
+    let (rows, columns, values) = read(weight)?;
+    let square = |bits| -> Result<f64, WeightError> {
+        let rounded = round_nearest(&values, rows, columns, bits)?.values();
+        Ok(values.iter().zip(rounded).map(|(a, b)| f64::from(a - b).powi(2)).sum())
     };
-    let width = |name: &str| plan.widths.get(name).copied().unwrap_or(WeightBits::Four);
-    round_layers(model, ids, &layers, &width, progress)
+    let harm = [square(WeightBits::Four)?, square(WeightBits::Eight)?];
+    Ok(Choice { name: weight.name().to_owned(), rows, columns, harm })
 }
 
-/// Rounds those matrices to 8 bits that have them by `plan`, where the others have `first`, and that
-/// are not among the `eights` yet.
-fn raise(
-    model: &Checkpoint,
-    grams: &HashMap<String, Gram>,
-    groups: &[Vec<&Weight>],
-    plan: &Plan,
-    first: WeightBits,
-    eights: &mut BTreeMap<String, QuantizedMatrix>,
-    progress: &mut dyn FnMut(&str),
-) -> Result<(), WeightError> {
-    for group in groups {
-        let wanted = |weight: &&&Weight| {
-            let width = plan.widths.get(weight.name()).copied().unwrap_or(first);
-            width != first && !eights.contains_key(weight.name())
-        };
-        let raised: Vec<&&Weight> = group.iter().filter(wanted).collect();
-        if raised.is_empty() {
-            continue;
-        }
-        let Some((_, error)) = measure(grams, group)? else { continue };
-        for weight in raised {
-            let (_, columns, values) = read(weight)?;
-            let (name, bits) = (weight.name(), WeightBits::Eight);
-            let matrix = round_of_model(model, name, &values, columns, bits, &error)?;
-            eights.insert(weight.name().to_owned(), matrix);
-            progress(weight.name());
-        }
-    }
-    Ok(())
+/// Mean squared errors of the outputs of a matrix of 4 and of 8 bits. Queries and keys, which are not
+/// given in 4 bits, are rounded by rows: scores that are near leave outputs that are not so near.
+fn estimate(
+    weight: &Weight,
+    four: Option<&QuantizedMatrix>,
+    gram: &Gram,
+    error: &OutputError,
+) -> Result<[f64; 2], WeightError> {
+    let (rows, columns, values) = read(weight)?;
+    let noise = |matrix: &QuantizedMatrix| {
+        let error: Vec<f32> = values.iter().zip(matrix.values()).map(|(a, b)| a - b).collect();
+        let square = gram.output_square(&error).unwrap_or(f64::INFINITY);
+        square / gram.rows().max(1) as f64
+    };
+    let four = match four {
+        Some(four) => noise(four),
+        None => noise(&round_for_output(&values, rows, columns, WeightBits::Four, error)?),
+    };
+    Ok([four, noise(&round_nearest(&values, rows, columns, WeightBits::Eight)?)])
 }
 
-/// Signal to noise of the logits of `test` over `ids` against those of `model`, in dB.
-fn decibels(
-    model: &Checkpoint,
-    test: &Checkpoint,
-    ids: &[u32],
-    sequence: usize,
-) -> Result<f64, WeightError> {
-    let (reference, test) = (logits(model, ids, sequence)?, logits(test, ids, sequence)?);
-    let (mut signal, mut noise) = (0.0, 0.0);
-    for (a, b) in reference.iter().zip(&test) {
-        signal += f64::from(*a).powi(2);
-        noise += (f64::from(*a) - f64::from(*b)).powi(2);
-    }
-    Ok(10.0 * (signal / noise).log10())
+/// The logits of a model over some texts, against which others are held.
+struct Reference<'a> {
+    model: Checkpoint,
+    texts: &'a [&'a [u32]],
+    logits: Vec<f32>,
 }
 
-/// Replaces the estimated noise of each choice by what its matrix of 4 bits alone does to the
-/// model's logits over `ids`. That of 8 bits changes in the same proportion.
-fn measure_noise(
-    model: &Checkpoint,
-    matrices: &BTreeMap<String, QuantizedMatrix>,
-    ids: &[u32],
-    sequence: usize,
-    choices: &mut [Choice],
-) -> Result<(), WeightError> {
-    let mut floats = Vec::new();
-    for weight in groups(model).into_iter().flatten() {
-        let (_, _, values) = read(weight)?;
-        floats.push(Weight::from_f32(weight.name(), weight.shape().to_vec(), values)?);
-    }
-    let floats = model.with_weights(floats)?;
-    let reference = logits(&floats, ids, sequence)?;
-    let square =
-        |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>();
-    let signal = square(&mut reference.iter().copied().map(f64::from));
-    for choice in choices {
-        let Some(matrix) = matrices.get(&choice.name) else { continue };
-        let shape = vec![matrix.rows, matrix.columns];
-        let changed = Weight::from_f32(&choice.name, shape, matrix.values())?;
-        let test = logits(&floats.with_weights(vec![changed])?, ids, sequence)?;
-        let pairs = reference.iter().zip(&test);
-        let lost = square(&mut pairs.map(|(a, b)| f64::from(*a) - f64::from(*b)));
-        let measured = lost / signal;
-        let [four, eight] = choice.noise;
-        if measured.is_finite() {
-            let ratio = if four > 0.0 { (eight / four).min(1.0) } else { 1.0 };
-            choice.noise = [measured, measured * ratio];
+impl<'a> Reference<'a> {
+    fn of(model: &Checkpoint, texts: &'a [&'a [u32]]) -> Result<Self, WeightError> {
+        let mut floats = Vec::new();
+        for weight in groups(model).into_iter().flatten() {
+            let (_, _, values) = read(weight)?;
+            floats.push(Weight::from_f32(weight.name(), weight.shape().to_vec(), values)?);
         }
+        let model = model.with_weights(floats)?;
+        let mut all = Vec::new();
+        logits(&model, texts, &mut |logits| all.extend_from_slice(logits))?;
+        Ok(Self { model, texts, logits: all })
     }
-    Ok(())
+
+    /// What the errors of the logits of `test` are.
+    fn harm(&self, test: &Checkpoint) -> Result<Harm, WeightError> {
+        let mut own = self.logits.chunks(self.model.config().vocab_size.max(1));
+        let (mut signal, mut noise, mut divergence) = (0.0, 0.0, 0.0);
+        logits(test, self.texts, &mut |test| {
+            let own = own.next().unwrap_or_default();
+            for (own, test) in own.iter().zip(test) {
+                signal += f64::from(*own).powi(2);
+                noise += (f64::from(*own) - f64::from(*test)).powi(2);
+            }
+            let logarithms = log_probabilities(own).into_iter().zip(log_probabilities(test));
+            divergence += logarithms.map(|(own, test)| own.exp() * (own - test)).sum::<f64>();
+        })?;
+        Ok(Harm { noise: noise / signal, divergence })
+    }
+
+    /// Shares the harm that all `matrices` of 4 bits together do among the choices: by how much
+    /// less it is when one of them has 8 bits and the others stay, so that what the matrices behind it
+    /// make up for counts less. The harm of 8 bits is less as the errors of the weights are.
+    ///
+    /// For a budget of decibels it is the noise. Else it is half that and half the divergence, each as
+    /// a share of all: the second is what a reader sees, the first is known better from few tokens.
+    fn share(
+        &self,
+        matrices: &BTreeMap<String, QuantizedMatrix>,
+        budget: Budget,
+        choices: &mut [Choice],
+    ) -> Result<(), WeightError> {
+        let narrow = widened(&self.model, matrices)?;
+        let all = self.harm(&narrow)?;
+        let floats = groups(&self.model).into_iter().flatten();
+        let floats: HashMap<&str, &Weight> = floats.map(|weight| (weight.name(), weight)).collect();
+        let gained =
+            |all: f64, left: f64| if all > 0.0 { (1.0 - left / all).max(0.0) } else { 0.0 };
+        let mut gains = Vec::with_capacity(choices.len());
+        for choice in &*choices {
+            let Some(weight) = floats.get(&*choice.name) else { continue };
+            let (rows, columns, values) = read(weight)?;
+            let eight = round_nearest(&values, rows, columns, WeightBits::Eight)?;
+            let raised = narrow.with_weights(vec![widened_matrix(&choice.name, &eight)?])?;
+            let left = self.harm(&raised)?;
+            let noise = gained(all.noise, left.noise);
+            gains.push(match budget {
+                Budget::Decibels(_) => noise,
+                Budget::Bits(_) => noise + gained(all.divergence, left.divergence),
+            });
+        }
+        let (sum, count) = (gains.iter().sum::<f64>(), gains.len() as f64);
+        for (choice, gain) in choices.iter_mut().zip(gains) {
+            let [four, eight] = choice.harm;
+            let less = if four > 0.0 { (eight / four).min(1.0) } else { 1.0 };
+            let four = all.noise * if sum > 0.0 { gain / sum } else { 1.0 / count };
+            choice.harm = [four, four * less];
+        }
+        Ok(())
+    }
 }
 
-/// The logits of every token of `ids`, on the kernels in f32.
-fn logits(model: &Checkpoint, ids: &[u32], sequence: usize) -> Result<Vec<f32>, WeightError> {
-    let options = CpuOptions { packed: PackedCache::Disabled, ..CpuOptions::default() };
-    let model = CpuModel::with_options(Arc::new(model.with_weights(Vec::new())?), &options)?;
-    let context = sequence.min(ids.len()).max(1);
-    let mut decoder = model.sequence(SequenceOptions { context, kv: KvFormat::F32 })?;
-    let (mut all, mut part) = (Vec::new(), Vec::new());
-    for mut sequence in ids.chunks(context) {
-        decoder.clear();
-        while !sequence.is_empty() {
-            let (now, later) = sequence.split_at(decoder.chunk(sequence.len()).min(sequence.len()));
-            decoder.forward(now, Wanted::All, &mut part)?;
-            decoder.commit(now.len())?;
-            all.extend_from_slice(&part);
-            sequence = later;
-        }
-    }
-    Ok(all)
+/// Errors of logits.
+struct Harm {
+    /// Noise as a share of the signal.
+    noise: f64,
+    /// KL divergences of the probabilities of all tokens together, in nats.
+    divergence: f64,
+}
+
+/// Logarithms of the probabilities that logits say.
+fn log_probabilities(logits: &[f32]) -> Vec<f64> {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|logit| f64::from(logit - most).exp()).sum();
+    logits.iter().map(|logit| f64::from(logit - most) - sum.ln()).collect()
 }
 
 /// Matrices that are multiplied with the same inputs.
@@ -314,45 +329,6 @@ pub(super) fn groups(model: &Checkpoint) -> Vec<Vec<&Weight>> {
     }
     groups.push(vec![model.head_weight()]);
     groups
-}
-
-/// A Gram matrix for each group, by the name of its first matrix.
-fn grams(
-    model: &Arc<Checkpoint>,
-    groups: &[Vec<&Weight>],
-    ids: &[u32],
-    sequence: usize,
-) -> Result<(HashMap<String, Gram>, Calibration), WeightError> {
-    let mut grams = HashMap::new();
-    for weight in groups.iter().filter_map(|group| group.first()) {
-        let columns = weight.shape().last().copied().unwrap_or_default();
-        grams.insert(weight.name().to_owned(), Gram::new(columns)?);
-    }
-    let mut failed = None;
-    let mut narrow = Vec::new();
-    let mut watch = |weight: &Weight, inputs: &[f64]| {
-        if let Some(gram) = grams.get_mut(weight.name()) {
-            narrow.clear();
-            narrow.extend(inputs.iter().map(|value| *value as f32));
-            if let Err(error) = gram.observe(&narrow) {
-                failed.get_or_insert(error);
-            }
-        }
-    };
-    let calibration = Calibration::run_watched(model, ids, sequence, &mut watch, &mut |_| {})?;
-    match failed {
-        Some(error) => Err(error),
-        None => Ok((grams, calibration)),
-    }
-}
-
-/// The Gram matrix of a group and the measure made of it.
-fn measure<'a>(
-    grams: &'a HashMap<String, Gram>,
-    group: &[&Weight],
-) -> Result<Option<(&'a Gram, OutputError)>, WeightError> {
-    let gram = group.first().and_then(|weight| grams.get(weight.name()));
-    gram.map(|gram| Ok((gram, OutputError::of_gram(gram)?))).transpose()
 }
 
 /// Rows, columns and values of a matrix.

@@ -16,9 +16,10 @@ pub struct Choice {
     pub rows: usize,
     /// Its columns.
     pub columns: usize,
-    /// What its rounding to 4 and to 8 bits makes of the model's output: the noise as a share of
-    /// the signal. The noise of different matrices is taken to add up.
-    pub noise: [f64; 2],
+    /// What its rounding to 4 and to 8 bits does to the model's output: for a budget of decibels the
+    /// noise as a share of the signal, else whatever is to become small. The harm of different
+    /// matrices is taken to add up.
+    pub harm: [f64; 2],
 }
 
 /// What a plan has to keep to.
@@ -37,15 +38,14 @@ pub struct Plan {
     pub widths: HashMap<String, WeightBits>,
     /// Bits for each weight on average, the scales of the rows included.
     pub bits: f64,
-    /// Signal to noise of the output that the noises together make, in dB.
-    pub decibels: f64,
+    /// The harm of all together.
+    pub harm: f64,
 }
 
-/// Raises those matrices to 8 bits in which a bit removes most of the noise, as far as `budget`
-/// goes.
+/// Raises those matrices to 8 bits in which a bit removes most of the harm, as far as `budget` goes.
 ///
 /// # Errors
-/// When 4 bits for all are more than the budget, or 8 bits for all have too much noise.
+/// When 4 bits for all are more than the budget, or 8 bits for all do too much harm.
 pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
     let weights = |choice: &Choice| choice.rows as f64 * choice.columns as f64;
     let all: f64 = choices.iter().map(weights).sum::<f64>().max(1.0);
@@ -53,9 +53,9 @@ pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
     let ladders: Vec<Vec<Rung>> = choices
         .iter()
         .map(|choice| {
-            let rungs = widths.iter().zip(choice.noise).map(|(width, noise)| Rung {
+            let rungs = widths.iter().zip(choice.harm).map(|(width, harm)| Rung {
                 cost: weights(choice) * f64::from(width.count()) + choice.rows as f64 * SCALE_BITS,
-                harm: noise,
+                harm,
             });
             rungs.collect()
         })
@@ -67,7 +67,8 @@ pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
     let at = climb(&ladders, goal);
     let chosen = || ladders.iter().zip(&at).filter_map(|(rungs, at)| rungs.get(*at));
     let bits = chosen().map(|rung| rung.cost).sum::<f64>() / all;
-    let decibels = -10.0 * chosen().map(|rung| rung.harm).sum::<f64>().log10();
+    let harm: f64 = chosen().map(|rung| rung.harm).sum();
+    let decibels = -10.0 * harm.log10();
     let (met, asked, extreme, reached) = match budget {
         Budget::Bits(asked) => {
             let name = format!("{asked} bits for each weight");
@@ -82,7 +83,7 @@ pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
         return Err(WeightError::Budget { asked, extreme, reached });
     }
     let named = choices.iter().zip(at).map(|(choice, at)| (choice.name.clone(), widths[at.min(1)]));
-    Ok(Plan { widths: named.collect(), bits, decibels })
+    Ok(Plan { widths: named.collect(), bits, harm })
 }
 
 #[cfg(test)]
@@ -90,8 +91,7 @@ mod tests {
     use super::*;
 
     fn choices() -> Vec<Choice> {
-        let choice =
-            |name: &str, rows, noise| Choice { name: name.into(), rows, columns: 64, noise };
+        let choice = |name: &str, rows, harm| Choice { name: name.into(), rows, columns: 64, harm };
         vec![
             choice("a", 10, [1e-2, 1e-5]),
             choice("b", 10, [4e-2, 1e-5]),

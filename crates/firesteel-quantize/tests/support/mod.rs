@@ -51,10 +51,15 @@ fn sequence(model: &Checkpoint) -> CpuSequence {
     model.sequence(SequenceOptions { context: SEQUENCE, kv: KvFormat::F32 }).unwrap()
 }
 
+/// A text cut into sequences.
+pub(crate) fn sequences(ids: &[u32]) -> Vec<&[u32]> {
+    ids.chunks(SEQUENCE).collect()
+}
+
 /// How near `test` is to `reference` over `ids`.
 pub(crate) fn fidelity(reference: &Checkpoint, test: &Checkpoint, ids: &[u32]) -> TextReport {
-    let sequences: Vec<&[u32]> = ids.chunks(SEQUENCE).collect();
-    compare_text(&mut sequence(reference), &mut sequence(test), &sequences, 0.05).unwrap()
+    let texts = sequences(ids);
+    compare_text(&mut sequence(reference), &mut sequence(test), &texts, 0.05).unwrap()
 }
 
 /// Signal to noise of all logits.
@@ -110,7 +115,8 @@ pub(crate) fn layer_decibels(reference: &Checkpoint, test: &Checkpoint, ids: &[u
         let embedding = CheckpointEmbedding::new(Arc::clone(&model));
         let mut before = vec![0.0; ids.len() * embedding.hidden_size()];
         embedding.lookup(ids, &mut before).unwrap();
-        let after = Calibration::run_layer(&model, 0, &before, SEQUENCE, &mut |_, _| {}).unwrap();
+        let after =
+            Calibration::run_layer(&model, 0, &before, &[ids.len()], &mut |_, _| {}).unwrap();
         after.iter().zip(&before).map(|(after, before)| after - before).collect()
     };
     let mut meter = SnrMeter::default();

@@ -2,13 +2,16 @@
 
 use super::{CheckArgs, announce, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{DecoderOptions, RunnerKind, Source, kv_format, read_chats, read_text};
+use crate::source::{
+    DecoderOptions, RunnerKind, Source, chat_template, has_chats, kv_format, numbered, read_chats,
+    read_text, text_ids,
+};
 use anyhow::{Context as _, bail};
 use clap::{ArgGroup, Args};
 use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
-use firesteel_generate::{AddedTokens, ChatTemplate, Conversation, MessageRole, Tokenizer};
+use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
 use firesteel_step::{Logits, StepOptions, StepSpec, Wanted};
 use firesteel_tensor::DType;
 use serde::Serialize;
@@ -110,7 +113,7 @@ impl FidelityArgs {
             None => test.tokenizer()?.context("neither side has a tokenizer for the text")?,
         };
         let mut texts = match &self.text {
-            Some(file) => texts(file, [reference, test], &tokenizer)?,
+            Some(file) => text_ids(file, &[reference, test], &tokenizer, AddedTokens::AsText)?,
             None => Vec::new(),
         };
         let mut rest = self.tokens.unwrap_or(usize::MAX);
@@ -303,41 +306,6 @@ fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow:
     super::as_f32(&spec)
 }
 
-/// The ids of a text, or those of each conversation with its answers.
-fn texts(
-    file: &Path,
-    sources: [&Source; 2],
-    tokenizer: &Tokenizer,
-) -> anyhow::Result<Vec<Vec<u32>>> {
-    let Some(chats) = conversations(file, sources)? else {
-        return Ok(vec![tokenizer.encode(&read_text(file)?, AddedTokens::AsText)?]);
-    };
-    let (template, chats) = chats;
-    let encoded = (1..).zip(&chats).map(|(number, chat)| {
-        template.encode(chat, tokenizer).with_context(|| numbered(number, file))
-    });
-    encoded.collect()
-}
-
-/// The conversations of a file that ends in .jsonl, and the template that they go through.
-fn conversations(
-    file: &Path,
-    sources: [&Source; 2],
-) -> anyhow::Result<Option<(ChatTemplate, Vec<Conversation>)>> {
-    if file.extension().is_none_or(|extension| extension != "jsonl") {
-        return Ok(None);
-    }
-    let template = match sources[0].chat_template() {
-        Ok(template) => template,
-        Err(_) => sources[1].chat_template()?,
-    };
-    Ok(Some((template, read_chats(file)?)))
-}
-
-fn numbered(number: usize, file: &Path) -> String {
-    format!("conversation {number} of {}", file.display())
-}
-
 /// The ids of each prompt. An answer at the end of a conversation is left out: it is what the
 /// models are to say.
 fn prompts(
@@ -346,8 +314,9 @@ fn prompts(
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
     let mut prompts = Vec::new();
-    if let Some((template, chats)) = conversations(file, sources)? {
-        for (number, mut chat) in (1..).zip(chats) {
+    if has_chats(file) {
+        let template = chat_template(&sources)?;
+        for (number, mut chat) in (1..).zip(read_chats(file)?) {
             if chat.messages.last().is_some_and(|last| last.role == MessageRole::Assistant) {
                 chat.messages.pop();
             }

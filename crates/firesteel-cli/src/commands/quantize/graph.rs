@@ -1,5 +1,6 @@
 //! `quantize --scheme`: a step's graph in integers.
 
+use super::{SEQUENCE, calibration_texts, sequences};
 use crate::commands::check::{Spread, spread_ids};
 use crate::commands::export::{StepArgs, layer_range, threads};
 use crate::printer::{Printer, mebibytes, table};
@@ -52,8 +53,9 @@ pub(crate) struct GraphArgs {
     /// and the last that fits counts
     #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept, requires = "scheme")]
     keep: Vec<(Pattern, WeightWidth)>,
-    /// Text files that the model reads to round its weights for what they meet together [default:
-    /// the scale of each row is searched for what --ranges say that its columns meet]
+    /// Text files, or conversations where they end in .jsonl, that the model reads to round its
+    /// weights for what they meet together [default: the scale of each row is searched for what
+    /// --ranges say that its columns meet]
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "scheme")]
     text: Vec<PathBuf>,
     /// N ids all over the vocabulary instead of --text, for models without a tokenizer
@@ -63,7 +65,7 @@ pub(crate) struct GraphArgs {
     #[arg(long, value_name = "ARTIFACT", requires = "ranges",
           conflicts_with_all = ["text", "spread", "quick", "bits", "budget_db"])]
     weights: Option<PathBuf>,
-    /// Most tokens of --text [default: 8192]
+    /// Most tokens of --text; of more, some all over the texts are taken [default: 8192]
     #[arg(long, value_name = "N", requires = "text")]
     text_tokens: Option<usize>,
     /// Round each matrix by itself, and estimate the noise of each for mixed: for large models
@@ -193,11 +195,9 @@ pub(crate) struct GraphRequest<'a> {
 const TEXT_TOKENS: usize = 8192;
 const CHECK_TOKENS: usize = 128;
 
-/// Tokens of a sequence that --text is cut into.
-const SEQUENCE: usize = 512;
-
-/// Tokens by which the noise of each matrix is measured for mixed widths.
-const MEASURED: usize = 1024;
+/// In how many sequences there is one by which it is measured what each matrix costs, for mixed widths.
+/// Weights are not rounded for it before that.
+const ASIDE: usize = 8;
 
 /// File of the report in the artifact.
 const REPORT: &str = "report.json";
@@ -219,9 +219,11 @@ struct Report {
     rounding_tokens: usize,
     /// Matrices that have 8 bits because of --bits or --budget-db.
     raised: Vec<String>,
-    /// Signal to noise of the output that the widths of --scheme mixed were expected to have, in dB.
+    /// Signal to noise of the output that the widths of --scheme mixed were expected to have, in dB,
+    /// where they were chosen by it alone.
     predicted_db: Option<f64>,
-    /// The one that the model has with them, all else in floats, where that was measured.
+    /// The one that the model has with them, all else in floats, over texts that were set aside; for
+    /// --budget-db.
     measured_db: Option<f64>,
     /// Tokens that were compared; 0 without --check-text.
     compared_tokens: usize,
@@ -432,8 +434,20 @@ impl GraphRequest<'_> {
             WeightWidth::Eight => WeightBits::Eight,
             _ => bail!("--text rounds weights of 4 and 8 bits, and {scheme} has none"),
         };
-        let ids = self.ids(source, checkpoint.config().vocab_size)?;
-        rounded.tokens = ids.len();
+        let texts = self.texts(source, checkpoint.config().vocab_size)?;
+        let most = match (args.text_tokens, args.spread) {
+            (Some(most), _) => most,
+            (None, Some(_)) => usize::MAX,
+            (None, None) => TEXT_TOKENS,
+        };
+        let measures = budget.is_some() && !args.quick;
+        let tokens: usize = texts.iter().map(|ids| ids.len()).sum();
+        let length = if measures { tokens.min(most).div_ceil(ASIDE) } else { SEQUENCE };
+        let texts = sequences(&texts, length, checkpoint.config(), most);
+        let (texts, aside) = if measures { set_aside(&texts) } else { (texts, Vec::new()) };
+        let rounds_aside = matches!(budget, Some(Budget::Bits(_)));
+        let counted = texts.iter().chain(aside.iter().filter(|_| rounds_aside));
+        rounded.tokens = counted.map(|ids| ids.len()).sum();
         let bar = Progress::new("rounding");
         let mut done = 0;
         let mut progress = |_: &str| {
@@ -444,30 +458,29 @@ impl GraphRequest<'_> {
             let layers = layer_range(&args.step.layers, checkpoint.config())?;
             let whole = layers == (0..checkpoint.config().num_layers());
             let head = whole && !args.step.no_lm_head;
-            let options = LayerOptions { sequence: SEQUENCE, layers, head, follow: !args.quick };
+            let options = LayerOptions { layers, head, follow: !args.quick };
             let width = |name: &str| match args.kept(name) {
                 Some(WeightWidth::Four) => WeightBits::Four,
                 Some(WeightWidth::Eight) => WeightBits::Eight,
                 _ => bits,
             };
-            rounded.matrices = round_layers(&model, &ids, &options, &width, &mut progress)?;
+            rounded.matrices = round_layers(&model, &texts, &options, &width, &mut progress)?;
             return Ok(rounded);
         };
         let options = ModelOptions {
-            sequence: SEQUENCE,
             widths: Widths::Mixed(match budget {
                 Budget::Bits(bits) => Budget::Bits(without_gates(bits, checkpoint)),
                 Budget::Decibels(_) => budget,
             }),
-            measured_tokens: if args.quick { 0 } else { MEASURED },
+            measured: &aside,
             follow: !args.quick,
         };
-        let known = quantize_model(&model, &ids, &options, &mut progress);
+        let known = quantize_model(&model, &texts, &options, &mut progress);
         let known = known.with_context(|| match budget {
             Budget::Bits(bits) => format!("--bits {bits}, of which the gates take 16 for theirs"),
             Budget::Decibels(decibels) => format!("--budget-db {decibels}"),
         })?;
-        rounded.predicted_db = Some(known.plan.decibels);
+        rounded.predicted_db = known.expected;
         rounded.measured_db = known.measured;
         let raised = known.plan.widths.iter().filter(|(_, bits)| **bits == WeightBits::Eight);
         rounded.raised = raised.map(|(name, _)| name.clone()).collect();
@@ -476,19 +489,14 @@ impl GraphRequest<'_> {
     }
 
     /// What the weights are rounded for.
-    fn ids(&self, source: &Source, vocabulary: usize) -> anyhow::Result<Vec<u32>> {
+    fn texts(&self, source: &Source, vocabulary: usize) -> anyhow::Result<Vec<Vec<u32>>> {
         let args = self.args;
         if let Some(count) = args.spread {
-            return spread_ids(Spread::Calibration, count, vocabulary);
+            return Ok(vec![spread_ids(Spread::Calibration, count, vocabulary)?]);
         }
         let tokenizer = source.tokenizer()?;
         let tokenizer = tokenizer.context("--text needs the model's tokenizer; see --spread")?;
-        let mut ids = Vec::new();
-        for file in &args.text {
-            ids.extend(tokenizer.encode(&read_text(file)?, AddedTokens::Parse)?);
-        }
-        ids.truncate(args.text_tokens.unwrap_or(TEXT_TOKENS));
-        Ok(ids)
+        calibration_texts(&args.text, source, &tokenizer)
     }
 
     /// The matrices of 4 and 8 bits of `artifact`, and those that have more than the scheme says.
@@ -696,6 +704,18 @@ struct Rounded {
     measured_db: Option<f64>,
 }
 
+/// The sequences that weights are rounded for, and those that are set aside.
+fn set_aside<'a>(texts: &[&'a [u32]]) -> (Vec<&'a [u32]>, Vec<&'a [u32]>) {
+    let (mut rounded, mut aside) = (Vec::new(), Vec::new());
+    for (index, ids) in texts.iter().enumerate() {
+        match index % ASIDE == ASIDE / 2 {
+            true => aside.push(*ids),
+            false => rounded.push(*ids),
+        }
+    }
+    (rounded, aside)
+}
+
 /// The name of the matrix of which `name` may be a part in a graph of its own.
 fn whole_name(name: &str) -> &str {
     match name.rsplit_once('.') {
@@ -801,11 +821,12 @@ fn print(report: &Report, artifact: &Artifact, printer: &mut Printer) -> anyhow:
     for name in &report.raised {
         printer.line(format!("8 bits: {name}"))?;
     }
-    if let Some(predicted) = report.predicted_db {
-        let measured = report.measured_db.map_or("not measured".into(), |db| format!("{db:.1} dB"));
-        printer.line(format!(
-            "output with these widths: {predicted:.1} dB expected, {measured}, all else in floats"
-        ))?;
+    let expected = report.predicted_db.map(|db| format!("{db:.1} dB expected"));
+    let measured = report.measured_db.map(|db| format!("{db:.1} dB over texts set aside"));
+    let known: Vec<String> = expected.into_iter().chain(measured).collect();
+    if !known.is_empty() {
+        let known = known.join(", ");
+        printer.line(format!("output with these widths: {known}, all else in floats"))?;
     }
     if report.compared_tokens == 0 {
         return Ok(());
