@@ -10,25 +10,28 @@ use std::sync::Arc;
 /// later tokens see it by way of attention.
 const LEAST: f64 = 0.1;
 
-/// Texts from all over `texts` with at most `tokens` tokens together; of one that is too long its
-/// beginning.
+/// Texts from all over `texts` with `tokens` tokens together, or all of them; of one that is too long
+/// its beginning.
 pub fn spread_over<'a>(texts: &[&'a [u32]], tokens: usize) -> Vec<&'a [u32]> {
-    let texts: Vec<&[u32]> = texts.iter().map(|text| &text[..text.len().min(tokens)]).collect();
-    let all: u128 = texts.iter().map(|text| text.len() as u128).sum();
+    let lengths = texts.iter().map(|text| text.len().min(tokens));
+    let all = lengths.clone().fold(0u128, |sum, length| sum + length as u128);
     let most = (tokens as u128).min(all);
-    let (mut seen, mut taken, mut chosen) = (0, 0, Vec::new());
-    for text in texts {
-        let length = text.len() as u128;
-        seen += length;
+    let mut taken = vec![0; texts.len()];
+    let (mut seen, mut sum) = (0, 0);
+    for (length, taken) in lengths.clone().zip(&mut taken) {
+        seen += length as u128;
         // Half of it is in its share of what is taken.
-        if length > 0 && (2 * taken + length) * all <= 2 * most * seen {
-            let rest = usize::try_from(most - taken).unwrap_or(usize::MAX);
-            let text = &text[..text.len().min(rest)];
-            taken += text.len() as u128;
-            chosen.push(text);
+        if (2 * sum + length as u128) * all <= 2 * most * seen {
+            *taken = length.min(usize::try_from(most - sum).unwrap_or(usize::MAX));
+            sum += *taken as u128;
         }
     }
-    chosen
+    for (length, taken) in lengths.zip(&mut taken).filter(|(_, taken)| **taken == 0) {
+        *taken = length.min(usize::try_from(most - sum).unwrap_or(usize::MAX));
+        sum += *taken as u128;
+    }
+    let chosen = texts.iter().zip(taken).map(|(text, taken)| &text[..taken]);
+    chosen.filter(|text| !text.is_empty()).collect()
 }
 
 /// How much an error at each token of `texts` counts, in the order of the texts; 1 in the mean.
@@ -106,13 +109,17 @@ mod tests {
         assert_eq!(firsts(100), [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]);
         assert_eq!(firsts(usize::MAX), firsts(100));
         assert_eq!(firsts(30), [10, 40, 80]);
-        assert_eq!(firsts(99), firsts(100));
         assert_eq!(spread_over(&texts, 99).concat(), ids[..99]);
         assert_eq!(spread_over(&texts, 3), [&[40, 41, 42][..]]);
         assert!(firsts(0).is_empty() && spread_over(&[], 5).is_empty());
         let uneven = [&ids[..70], &ids[70..75], &ids[75..80], &ids[80..]];
         assert_eq!(spread_over(&uneven, 30), [&ids[..30]]);
         assert_eq!(spread_over(&uneven[1..], 25), [&ids[70..75], &ids[75..80], &ids[80..95]]);
+        // What is left of the number comes from the first that have not been taken.
+        for tokens in 0..=110 {
+            let taken = spread_over(&uneven, tokens).concat();
+            assert_eq!(taken.len(), tokens.min(100), "{tokens}");
+        }
     }
 
     #[test]
