@@ -30,8 +30,8 @@ fn json(arguments: &[&str]) -> Value {
     serde_json::from_str(&stdout(&[arguments, &["--json"]].concat())).unwrap()
 }
 
-/// All of the calibration: prose and conversations.
-const ALL: [&str; 4] = ["--chat", CALIBRATION_CHATS, "--samples", "256"];
+/// Prose and conversations.
+const BOTH: [&str; 2] = ["--chat", CALIBRATION_CHATS];
 
 /// Ranges of spark-tiny over a few sequences, learned once.
 fn ranges() -> &'static Path {
@@ -66,7 +66,7 @@ fn quantize_with(ranges: &Path, out: &Path, options: &[&str]) -> Value {
 fn calibrated_eight_bit_weights_hold_their_bars_on_onnx_runtime() {
     let folder = tempfile::tempdir().unwrap();
     let ranges = folder.path().join("ranges.json");
-    calibrate(&ranges, &ALL);
+    calibrate(&ranges, &BOTH);
     let mut results = Vec::new();
     for kv in ["s16", "u8"] {
         let out = folder.path().join(kv);
@@ -147,7 +147,7 @@ fn mixed_widths_lose_no_more_than_those_of_llama_cpp() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let (tiny, ranges, out) = (spark_tiny(), at("ranges.json"), at("out"));
-    calibrate(&ranges, &ALL);
+    calibrate(&ranges, &BOTH);
     let options = ["--scheme", "mixed", "--bits", "5.27", "--context", "256", "--embedding"];
     let text = ["--text", CALIBRATION, CALIBRATION_CHATS, "--text-tokens", "32768"];
     let report = quantize_with(&ranges, &out, &[&options[..], &text].concat());
