@@ -17,15 +17,16 @@ import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = pathlib.Path(os.environ.get("ROOT", HERE.parents[2]))
-OUT = pathlib.Path(os.environ.get("OUT", HERE))
+ROOT = HERE.parents[2]
 FIRESTEEL = os.environ.get("FIRESTEEL", ROOT / "target/release/firesteel")
 TEXTS = 100
 CHATS = 40
 STARTS = ["The", "A", "In the", "To", "This is", "Some", "It is", "One of", "People", "When", "[from",
           "Used", "Any", "An", "Most", "See", "There", "Originally", "Also", "For"]
 START, END = "<｜start▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-CALL = re.compile(r"(?:<think>(?P<think>[^<]*))?</think>(?P<content>[^<]*)(?:<tool_call>(?P<name>\w+)(?P<arguments>(?:<arg_key>\w+</arg_key><arg_value>[^<]*</arg_value>)*)</tool_call>)?")
+CALL = re.compile(r"(?:<think>(?P<think>[^<]*))?</think>(?P<content>[^<]*)"
+                  r"(?:<tool_call>(?P<name>\w+)(?P<arguments>"
+                  r"(?:<arg_key>\w+</arg_key><arg_value>[^<]*</arg_value>)*)</tool_call>)?")
 ARGUMENT = re.compile(r"<arg_key>(\w+)</arg_key><arg_value>([^<]*)</arg_value>")
 
 
@@ -101,13 +102,14 @@ def conversation(seed):
 
 
 def main():
-    (OUT / "calibration.txt").write_text("".join(text(seed) + "\n\n" for seed in range(TEXTS)))
+    (HERE / "calibration.txt").write_text("".join(text(seed) + "\n\n" for seed in range(TEXTS)))
     chats, seed = [], 0
     while len(chats) < CHATS:
         chat = conversation(seed)
         chats += [chat] if chat else []
         seed += 1
-    (OUT / "calibration_chats.jsonl").write_text("".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats))
+    lines = "".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats)
+    (HERE / "calibration_chats.jsonl").write_text(lines)
     print(f"{seed - CHATS} of {seed} conversations were not well-formed", file=sys.stderr)
 
 

@@ -224,7 +224,7 @@ fn formats_by_name_and_budget_are_reported() {
         (&["--tensor", "*.nothing=q8_0"], "--tensor *.nothing: no matrix has such a name; some"),
         (&["--calibrate-tokens", "9"], "--calibrate <FILE>..."),
         (&["--bits", "3"], "3 bits for each weight are too few"),
-        (&["--calibrate", "Cargo.toml", "--calibrate-tokens", "0"], "the text has no tokens"),
+        (&["--calibrate", "Cargo.toml", "--calibrate-tokens", "0"], "the texts have no tokens"),
         (&["--calibrate", "nowhere.txt"], "nowhere.txt"),
     ];
     for (arguments, part) in cases {
