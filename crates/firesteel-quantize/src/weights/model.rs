@@ -96,7 +96,8 @@ pub fn quantize_model(
     let every = [texts, options.measured].concat();
     let weights = token_weights(model, &every)?;
     let all = Texts { texts: &every, weights: Some(&weights) };
-    let of_texts = Texts { texts, weights: Some(&weights) };
+    let tokens = texts.iter().map(|text| text.len()).sum();
+    let of_texts = Texts { texts, weights: weights.get(..tokens) };
     let layers =
         LayerOptions { layers: 0..model.layers().len(), head: true, follow: options.follow };
     let first = match options.widths {
