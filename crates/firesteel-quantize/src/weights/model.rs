@@ -293,7 +293,10 @@ impl<'a> Reference<'a> {
                 Budget::Bits(_) => noise + gained(all.divergence, left.divergence),
             });
         }
-        let (sum, count) = (gains.iter().sum::<f64>(), gains.len() as f64);
+        // Over few tokens nothing may be seen of a matrix: it counts little then, not nothing.
+        let (seen, count) = (gains.iter().sum::<f64>(), gains.len() as f64);
+        gains.iter_mut().for_each(|gain| *gain = gain.max(UNSEEN * seen / count));
+        let sum: f64 = gains.iter().sum();
         for (choice, gain) in choices.iter_mut().zip(gains) {
             let [four, eight] = choice.harm;
             let less = if four > 0.0 { (eight / four).min(1.0) } else { 1.0 };
@@ -303,6 +306,9 @@ impl<'a> Reference<'a> {
         Ok(())
     }
 }
+
+/// Least share of a matrix in the harm, of the mean.
+const UNSEEN: f64 = 0.1;
 
 /// Errors of logits.
 struct Harm {
