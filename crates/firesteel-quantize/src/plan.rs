@@ -112,7 +112,7 @@ impl Scheme {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WeightWidth {
-    /// −7 to 7, a scale a row.
+    /// −8 to 7, a scale a row.
     Four,
     /// −127 to 127, a scale a row.
     Eight,

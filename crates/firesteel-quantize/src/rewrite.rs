@@ -238,8 +238,8 @@ pub fn stored_matrices(graph: &Graph) -> Result<BTreeMap<String, QuantizedMatrix
             DType::I8 => WeightBits::Eight,
             _ => continue,
         };
-        let largest = i32::from(bits.largest());
-        let code = |code: &i32| (*code).clamp(-largest, largest) as i8;
+        let [least, largest] = bits.codes().map(i32::from);
+        let code = |code: &i32| (*code).clamp(least, largest) as i8;
         let codes = constant(graph, codes)?.view().to_i32()?.iter().map(code).collect();
         let scales = constant_f32(graph, scales)?;
         let matrix = QuantizedMatrix { bits, rows, columns, codes, scales };

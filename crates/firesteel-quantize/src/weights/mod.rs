@@ -147,7 +147,7 @@ pub enum WeightError {
 /// Width of a quantized weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightBits {
-    /// −7 to 7.
+    /// −8 to 7.
     Four,
     /// −127 to 127.
     Eight,
@@ -162,11 +162,11 @@ impl WeightBits {
         }
     }
 
-    /// The largest magnitude of a code; the range is symmetric.
-    pub fn largest(self) -> i8 {
+    /// The least and the largest code. Of 4 bits all are used, of 8 bits those that are symmetric.
+    pub fn codes(self) -> [i8; 2] {
         match self {
-            Self::Four => 7,
-            Self::Eight => 127,
+            Self::Four => [-8, 7],
+            Self::Eight => [-127, 127],
         }
     }
 }
@@ -220,13 +220,14 @@ pub fn round_nearest(
     bits: WeightBits,
 ) -> Result<QuantizedMatrix, WeightError> {
     check(values, rows, columns)?;
-    let largest = f32::from(bits.largest());
+    let range = bits.codes().map(f64::from);
+    let largest = f32::from(bits.codes()[1]);
     let mut codes = Vec::with_capacity(values.len());
     let mut scales = Vec::with_capacity(rows);
     for weights in values.chunks(columns.max(1)) {
         let magnitude = weights.iter().fold(0f32, |most, w| most.max(w.abs()));
         // A row of zeros, or of values too small for a scale, becomes zeros.
-        let scale = (magnitude / largest).max(f32::MIN_POSITIVE);
+        let scale = round::stored(f64::from(magnitude / largest), range);
         codes.extend(
             weights.iter().map(|w| (w / scale).round_ties_even().clamp(-largest, largest) as i8),
         );

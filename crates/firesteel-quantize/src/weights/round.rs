@@ -85,44 +85,44 @@ pub(super) fn round_rows(values: &[f32], bits: WeightBits, error: &OutputError) 
 
 /// The whole number next to `value` within the range of codes, ties to even.
 #[inline(always)]
-pub(super) fn code(value: f64, largest: f64) -> f64 {
+pub(super) fn code(value: f64, [least, largest]: [f64; 2]) -> f64 {
     // Adding it leaves no bits behind the point.
     const SHIFT: f64 = 6_755_399_441_055_744.0;
-    (value.clamp(-largest, largest) + SHIFT) - SHIFT
+    (value.clamp(least, largest) + SHIFT) - SHIFT
 }
 
-/// What becomes of a scale that is stored.
-pub(super) fn stored(scale: f64) -> f32 {
-    (scale as f32).clamp(f32::MIN_POSITIVE, f32::MAX)
+/// What becomes of a scale that is stored: all codes are finite with it.
+pub(super) fn stored(scale: f64, [_, largest]: [f64; 2]) -> f32 {
+    (scale as f32).clamp(f32::MIN_POSITIVE, (f64::from(f32::MAX) / (largest + 1.0)) as f32)
 }
 
 fn rounded(weights: &[f64], scale: f32, bits: WeightBits) -> Vec<i8> {
-    let (inverse, largest) = (1.0 / f64::from(scale), f64::from(bits.largest()));
-    weights.iter().map(|weight| code(weight * inverse, largest) as i8).collect()
+    let (inverse, codes) = (1.0 / f64::from(scale), bits.codes().map(f64::from));
+    weights.iter().map(|weight| code(weight * inverse, codes) as i8).collect()
 }
 
 /// The scale of least Σ d (w − ŵ)² among some around the one that plain rounding takes, that one
 /// included, and then fitted to its codes as long as the error falls.
 pub(super) fn search(weights: &[f64], sums: &[f64], bits: WeightBits, reach: Reach) -> f32 {
-    let largest = f64::from(bits.largest());
-    let plain = weights.iter().fold(0f64, |most, weight| most.max(weight.abs())) / largest;
+    let codes = bits.codes().map(f64::from);
+    let plain = weights.iter().fold(0f64, |most, weight| most.max(weight.abs())) / codes[1];
     // The error, and the scale that fits the codes best.
     let judge = |scale: f32| {
         let (scale, inverse) = (f64::from(scale), 1.0 / f64::from(scale));
         let (mut error, mut product, mut square) = (0.0, 0.0, 0.0);
         for (weight, sum) in weights.iter().zip(sums) {
-            let code = code(weight * inverse, largest);
+            let code = code(weight * inverse, codes);
             error += sum * (weight - code * scale).powi(2);
             product += sum * weight * code;
             square += sum * code * code;
         }
-        (error, if product > 0.0 { stored(product / square) } else { stored(scale) })
+        (error, if product > 0.0 { stored(product / square, codes) } else { stored(scale, codes) })
     };
-    let mut best = stored(plain);
+    let mut best = stored(plain, codes);
     let (mut error, mut fitted) = judge(best);
     for step in 0..reach.steps {
         let share = step as f64 / reach.steps as f64;
-        let scale = stored(plain * (reach.first + (reach.last - reach.first) * share));
+        let scale = stored(plain * (reach.first + (reach.last - reach.first) * share), codes);
         let (other, fit) = judge(scale);
         if other < error {
             (best, error, fitted) = (scale, other, fit);
@@ -188,7 +188,7 @@ fn compensated(values: &[f32], full: &Full, bits: WeightBits) -> Vec<Row> {
         codes,
         scales,
     };
-    rows.settle(f64::from(bits.largest()));
+    rows.settle(bits.codes().map(f64::from));
     let row = |(codes, scale): (ArrayView1<'_, f64>, &f32)| {
         let mut row = Row { codes: vec![0; columns], scale: *scale };
         for (&column, code) in full.order.iter().zip(codes) {
@@ -202,13 +202,13 @@ fn compensated(values: &[f32], full: &Full, bits: WeightBits) -> Vec<Row> {
 /// The codes of each row with the best of the candidates for its scale, and that scale.
 fn nearest_planes(weights: &Array2<f64>, full: &Full, bits: WeightBits) -> (Array2<f64>, Vec<f32>) {
     let (rows, columns) = weights.dim();
-    let largest = f64::from(bits.largest());
+    let range = bits.codes().map(f64::from);
     let sums: Vec<f64> = full.matrix.diag().to_vec();
     let factors = candidates(bits);
     let mut scales = Vec::with_capacity(rows * CANDIDATES);
     for row in weights.outer_iter() {
         let base = search(&row.to_vec(), &sums, bits, Reach::together(bits));
-        scales.extend(factors.map(|factor| stored(f64::from(base) * factor)));
+        scales.extend(factors.map(|factor| stored(f64::from(base) * factor, range)));
     }
     // One line for each row and candidate.
     let lines = scales.len();
@@ -230,7 +230,7 @@ fn nearest_planes(weights: &Array2<f64>, full: &Full, bits: WeightBits) -> (Arra
             for j in 0..width {
                 let (left, own) = (carried[j], factor[j * width + j]);
                 let weight = weights[[line / CANDIDATES, start + j]];
-                let code = code((weight + left / own) / step, largest);
+                let code = code((weight + left / own) / step, range);
                 let change = weight - code * step;
                 errors[line] += (left + change * own).powi(2);
                 codes[[line, start + j]] = code;
@@ -263,32 +263,32 @@ struct Fitted<'a> {
 
 impl Fitted<'_> {
     /// Changes scales and codes in turn.
-    fn settle(&mut self, largest: f64) {
+    fn settle(&mut self, range: [f64; 2]) {
         for _ in 0..FITS {
-            self.fit();
+            self.fit(range);
             let mut changing: Vec<usize> = (0..self.scales.len()).collect();
             for _ in 0..SWEEPS {
-                changing = self.sweep(&changing, largest);
+                changing = self.sweep(&changing, range);
             }
         }
-        self.fit();
+        self.fit(range);
     }
 
     /// The scale of least error for the codes of each row: w M qᵀ / q M qᵀ.
-    fn fit(&mut self) {
+    fn fit(&mut self, range: [f64; 2]) {
         for (row, scale) in self.scales.iter_mut().enumerate() {
             let codes = self.codes.row(row);
             let product = self.weights_by_form.row(row).dot(&codes);
             let square = self.codes_by_form.row(row).dot(&codes);
             if product > 0.0 && square > 0.0 {
-                *scale = stored(product / square);
+                *scale = stored(product / square, range);
             }
         }
     }
 
     /// Takes each code of the `rows` to its best value for the others, one after the other; the rows
     /// in which one has changed.
-    fn sweep(&mut self, rows: &[usize], largest: f64) -> Vec<usize> {
+    fn sweep(&mut self, rows: &[usize], range: [f64; 2]) -> Vec<usize> {
         let matrix = &self.full.matrix;
         let columns = matrix.ncols();
         let mut any = vec![false; rows.len()];
@@ -313,7 +313,7 @@ impl Fitted<'_> {
                 let mut count = 0;
                 for j in 0..width {
                     let old = self.codes[[row, start + j]];
-                    let best = code(old + gradient[j] / (scale * own[[j, j]]), largest);
+                    let best = code(old + gradient[j] / (scale * own[[j, j]]), range);
                     let change = best - old;
                     if change != 0.0 {
                         self.codes[[row, start + j]] = best;
@@ -384,8 +384,8 @@ mod tests {
                 let values = numbers(rows * columns, 5);
                 let round = |error: &OutputError| {
                     let matrix = round_for_output(&values, rows, columns, bits, error).unwrap();
-                    let most = matrix.codes.iter().map(|code| code.unsigned_abs()).max();
-                    assert!(most <= Some(bits.largest().unsigned_abs()));
+                    let [least, largest] = bits.codes();
+                    assert!(matrix.codes.iter().all(|code| (least..=largest).contains(code)));
                     matrix
                 };
                 let importance: Vec<f32> = gram.diagonal().iter().map(|v| *v as f32).collect();
@@ -403,6 +403,22 @@ mod tests {
                 assert!(of_searched <= of_plain, "{case}: {of_searched} {of_plain}");
                 assert!(least < 0.5 * together, "{case}: {least} {together}");
             }
+        }
+    }
+
+    #[test]
+    fn all_codes_are_used() {
+        // Fifteen of sixteen codes would not do.
+        let values = [-8.0, -5.0, 0.0, 1.0, 3.0, 7.0].map(|code| 0.25 * code);
+        let columns = values.len();
+        let mut gram = Gram::new(columns).unwrap();
+        gram.observe(&numbers(8 * columns * columns, 9)).unwrap();
+        for error in
+            [OutputError::of_importance(&[1.0; 6]).unwrap(), OutputError::of_gram(&gram).unwrap()]
+        {
+            let matrix = round_for_output(&values, 1, columns, WeightBits::Four, &error).unwrap();
+            assert_eq!(matrix.codes, [-8, -5, 0, 1, 3, 7]);
+            assert!((matrix.scales[0] - 0.25).abs() < 1e-6, "{}", matrix.scales[0]);
         }
     }
 
@@ -429,10 +445,14 @@ mod tests {
         let flat = OutputError::of_importance(&[1.0; 3]).unwrap();
         for error in [&full, &flat] {
             let extremes = [0.0, 0.0, 0.0, 1e-45, 0.0, 0.0, f32::MAX, -f32::MAX, 1.0];
-            let matrix = round_for_output(&extremes, 3, 3, WeightBits::Four, error).unwrap();
-            assert!(matrix.values().iter().all(|value| value.is_finite()));
-            assert_eq!(matrix.codes[..3], [0; 3]);
-            assert!(matrix.scales.iter().all(|scale| *scale > 0.0));
+            for bits in [WeightBits::Four, WeightBits::Eight] {
+                let plain = round_nearest(&extremes, 3, 3, bits).unwrap();
+                for matrix in [plain, round_for_output(&extremes, 3, 3, bits, error).unwrap()] {
+                    assert!(matrix.values().iter().all(|value| value.is_finite()));
+                    assert_eq!(matrix.codes[..3], [0; 3]);
+                    assert!(matrix.scales.iter().all(|scale| *scale > 0.0));
+                }
+            }
             let round = |values: &[f32], rows, columns| {
                 round_for_output(values, rows, columns, WeightBits::Four, error)
             };

@@ -214,7 +214,7 @@ fn together(values: &[f32], error: &OutputError, dimensions: &Full, bits: Weight
     let weights = Array2::from_shape_fn((rows, columns), |(row, i)| {
         f64::from(values[dimensions.order[row] * columns + order[i]])
     });
-    let largest = f64::from(bits.largest());
+    let range = bits.codes().map(f64::from);
     let bases: Vec<f32> = weights
         .outer_iter()
         .map(|row| search(&row.to_vec(), &sums, bits, Reach::together(bits)))
@@ -223,7 +223,8 @@ fn together(values: &[f32], error: &OutputError, dimensions: &Full, bits: Weight
     let leaves: Vec<f64> = dimensions.factor.t().iter().copied().collect();
     let mut best: Option<(f64, Array2<f64>, Vec<f32>)> = None;
     for factor in candidates(bits) {
-        let scales: Vec<f32> = bases.iter().map(|base| stored(f64::from(*base) * factor)).collect();
+        let scales: Vec<f32> =
+            bases.iter().map(|base| stored(f64::from(*base) * factor, range)).collect();
         let mut codes = Array2::<f64>::zeros((rows, columns));
         let mut changes = Array2::<f64>::zeros((rows, columns));
         let mut lost = 0.0;
@@ -250,7 +251,7 @@ fn together(values: &[f32], error: &OutputError, dimensions: &Full, bits: Weight
                     let (left, step) = (carried[[row, j]], f64::from(scales[row]));
                     let (weight, mine) = (weights[[row, start + j]], leaves[row * rows + row]);
                     let target = weight + left / own + met[row] / (mine * own);
-                    let chosen = code(target / step, largest);
+                    let chosen = code(target / step, range);
                     let change = weight - chosen * step;
                     let off = left + change * own;
                     lost += (met[row] + mine * off).powi(2);
@@ -357,8 +358,8 @@ mod tests {
         for bits in [WeightBits::Four, WeightBits::Eight] {
             let alone = round_for_output(&values, rows, COLUMNS, bits, &error).unwrap();
             let both = round_for_scores(&values, COLUMNS, bits, &error, &SCORES).unwrap();
-            let most = both.codes.iter().map(|code| code.unsigned_abs()).max();
-            assert!(most <= Some(bits.largest().unsigned_abs()));
+            let [least, largest] = bits.codes();
+            assert!(both.codes.iter().all(|code| (least..=largest).contains(code)));
             let [alone_lost, both_lost] = [&alone, &both].map(|m| lost(&values, &m.values()));
             assert!(both_lost < 0.8 * alone_lost, "{bits:?}: {both_lost} {alone_lost}");
             // Values are rounded as ever.
