@@ -1,4 +1,5 @@
 use firesteel_checkpoint::{CheckpointError, Weight};
+use ndarray::Array2;
 use rayon::prelude::*;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
@@ -42,9 +43,8 @@ pub(crate) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + libm::exp(-x))
 }
 
-/// Weight rows that one task widens and multiplies at once; with the rows of a model's width they
-/// stay in the second-level cache.
-const BLOCK_ROWS: usize = 4;
+/// Weight rows that one task widens and multiplies at once.
+const BLOCK_ROWS: usize = 32;
 
 /// Independent sums of a dot product: enough to hide the latency of an addition.
 const LANES: usize = 8;
@@ -71,16 +71,18 @@ pub(crate) fn project(
 ) -> Result<Vec<f64>, CheckpointError> {
     let columns = input.len() / tokens;
     let rows = weight.element_count() / columns;
+    let input = Array2::from_shape_fn((columns, tokens), |(k, token)| input[token * columns + k]);
     let mut by_row = vec![0f64; rows * tokens];
     by_row.par_chunks_mut(BLOCK_ROWS * tokens).enumerate().try_for_each_init(
         || vec![0f32; BLOCK_ROWS * columns],
         |scratch, (block, out)| {
-            let widened = &mut scratch[..out.len() / tokens * columns];
-            weight.read_f32(block * BLOCK_ROWS * columns, widened)?;
-            for (token, values) in input.chunks_exact(columns).enumerate() {
-                for (weights, out) in widened.chunks_exact(columns).zip(out.chunks_mut(tokens)) {
-                    out[token] = dot(weights, values);
-                }
+            let rows = out.len() / tokens;
+            weight.read_f32(block * BLOCK_ROWS * columns, &mut scratch[..rows * columns])?;
+            let weights = Array2::from_shape_fn((rows, columns), |(row, k)| {
+                f64::from(scratch[row * columns + k])
+            });
+            for (out, product) in out.iter_mut().zip(&weights.dot(&input)) {
+                *out = *product;
             }
             Ok::<(), CheckpointError>(())
         },

@@ -8,8 +8,8 @@ mod support;
 use firesteel_check::TextReport;
 use firesteel_checkpoint::{Checkpoint, Head, Weight};
 use firesteel_quantize::weights::{
-    Budget, ModelOptions, QuantizedMatrix, WeightBits, WeightError, Widths, equalized,
-    quantize_model,
+    Budget, LayerOptions, ModelOptions, QuantizedMatrix, WeightBits, WeightError, Widths,
+    equalized, quantize_model, round_layers,
 };
 use std::sync::{Arc, LazyLock};
 use support::{
@@ -65,6 +65,33 @@ fn a_third_of_the_matrices_in_eight_bits_reaches_the_block_formats() {
     assert_eq!((model.expected, model.measured), (None, None));
     let good = mixed >= 24.4 && report.kl_mean <= 0.0150 && report.top1 >= 0.90;
     assert!(good, "{mixed:.2} dB, {report:?}");
+}
+
+#[test]
+fn texts_that_are_set_aside_are_rounded_for_when_nothing_more_is_measured() {
+    let ids = tokens("calibration.txt", 512 + 64);
+    let (calibration, aside) = ids.split_at(512);
+    let every = LayerOptions { layers: 0..MODEL.layers().len(), head: true, follow: true };
+    let cases = [
+        (Budget::Bits(5.27), vec![calibration, aside]),
+        (Budget::Decibels(18.0), vec![calibration]),
+    ];
+    for (budget, texts) in cases {
+        let options =
+            ModelOptions { widths: Widths::Mixed(budget), measured: &[aside], follow: true };
+        let model = quantize_model(&EQUAL, &[calibration], &options, &mut |_| {}).unwrap();
+        assert_eq!(model.measured.is_some(), matches!(budget, Budget::Decibels(_)));
+        let width = |name: &str| model.plan.widths[name];
+        let alone = round_layers(&EQUAL, &texts, &every, &width, &mut |_| {}).unwrap();
+        assert_eq!(alone.len(), model.matrices.len());
+        // Tokens count relative to the mean of all texts here, so that what is next to a tie may fall
+        // to the other side, and later matrices follow it.
+        let first = MODEL.layers()[0].qkv.name();
+        let codes = model.matrices[first].codes.iter().zip(&alone[first].codes);
+        let other = codes.filter(|(a, b)| a != b).count();
+        assert!(other < 10, "{budget:?}: {other} codes");
+        assert!(budget != Budget::Bits(5.27) || model.matrices == alone);
+    }
 }
 
 #[test]
