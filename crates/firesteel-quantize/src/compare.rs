@@ -1,9 +1,11 @@
 use crate::calibrate::moves;
+use crate::rewrite::{constant, constant_f32, range_of};
 use crate::{QuantizeError, Quantized};
 use firesteel_export::StepGraphs;
-use firesteel_graph::{Evaluator, Graph, ValueId};
+use firesteel_graph::{Evaluator, Graph, Op, ValueId};
 use firesteel_step::{
-    Embedding, EncodedRunner, KvState, Role, Runner, RunnerError, StepInputs, StepOutputs, StepSpec,
+    Embedding, EncodedRunner, Encoding, KvState, Role, Runner, RunnerError, StepInputs,
+    StepOutputs, StepSpec,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -27,18 +29,21 @@ pub struct Compared<'a> {
     pub float: &'a [f32],
     /// Quantized.
     pub quantized: &'a [f32],
+    /// Below and above what its integers are clipped; `None` where it has none.
+    pub held: Option<[f32; 2]>,
 }
 
-/// Runs both graphs of `pair` over `ids`, each from empty caches and with its own, and shows
-/// `visit` every computed value of every step. Tokens that do not fill a step are left out.
+/// Runs both graphs of `pair` over `texts`, each text from empty caches and each graph with its
+/// own, and shows `visit` every computed value of every step. Tokens that do not fill a step are left
+/// out.
 ///
 /// # Errors
-/// When the slice does not begin with the embeddings, a graph cannot be run, or `ids` do not fit
+/// When the slice does not begin with the embeddings, a graph cannot be run, or a text does not fit
 /// the context.
 pub fn compare(
     pair: Pair<'_>,
     embedding: &dyn Embedding,
-    ids: &[u32],
+    texts: &[&[u32]],
     visit: &mut dyn FnMut(Compared<'_>),
 ) -> Result<(), QuantizeError> {
     let Pair { float, quantized } = pair;
@@ -54,18 +59,51 @@ pub fn compare(
         Side::new(float, &names, float.spec.clone(), &[])?,
         Side::new(&quantized.graphs, &names, quantized.graphs.spec.clone(), &quantized.ports)?,
     ];
-    for part in ids.chunks_exact(float.spec.tokens) {
-        let mut x = vec![0.0; part.len() * embedding.hidden_size()];
-        embedding.lookup(part, &mut x)?;
-        let [left, right] = &mut sides;
-        let [left, right] = [left.step(&x)?, right.step(&x)?];
-        for (name, float) in &left {
-            if let Some((_, quantized)) = right.iter().find(|(other, _)| other == name) {
-                visit(Compared { name, float, quantized });
+    let held = held(quantized)?;
+    for text in texts {
+        for side in &mut sides {
+            side.state = KvState::new(&side.spec)?;
+        }
+        for part in text.chunks_exact(float.spec.tokens) {
+            let mut x = vec![0.0; part.len() * embedding.hidden_size()];
+            embedding.lookup(part, &mut x)?;
+            let [left, right] = &mut sides;
+            let [left, right] = [left.step(&x)?, right.step(&x)?];
+            for (name, float) in &left {
+                if let Some((_, quantized)) = right.iter().find(|(other, _)| other == name) {
+                    visit(Compared { name, float, quantized, held: held.get(name).copied() });
+                }
             }
         }
     }
     Ok(())
+}
+
+/// What each value that has integers can be without being clipped, by its name.
+fn held(quantized: &Quantized) -> Result<HashMap<String, [f32; 2]>, QuantizeError> {
+    let mut held = HashMap::new();
+    let mut add = |name: &str, encoding: Encoding| {
+        let half = 0.5 * f64::from(encoding.scale);
+        let [low, high] = range_of(encoding);
+        held.insert(name.to_owned(), [low - half, high + half].map(|end| end as f32));
+    };
+    let Quantized { graphs, ports, .. } = quantized;
+    let graphs = graphs.heads.iter().map(|head| &head.graph).chain([&graphs.graph]);
+    for (graph, node) in graphs.flat_map(|graph| graph.nodes().iter().map(move |n| (graph, n))) {
+        let (Op::DequantizeLinear { axis: None }, &[_, scale, zero]) = (&node.op, &node.inputs[..])
+        else {
+            continue;
+        };
+        let dtype = graph.value(zero).dtype;
+        let zero_point = constant(graph, zero)?.view().to_i32()?.first().copied();
+        let scale = constant_f32(graph, scale)?.first().copied();
+        if let (Some(zero_point), Some(scale)) = (zero_point, scale) {
+            let name = &graph.value(node.outputs[0]).name;
+            add(name, Encoding { dtype, scale, zero_point });
+        }
+    }
+    ports.iter().for_each(|port| add(&port.name, port.encoding));
+    Ok(held)
 }
 
 /// Names of the values that are computed; those that masks are added to differ by intent.

@@ -200,7 +200,7 @@ impl Matrix {
 }
 
 /// A constant in memory.
-fn constant(graph: &Graph, id: ValueId) -> Result<Cow<'_, Tensor>, QuantizeError> {
+pub(crate) fn constant(graph: &Graph, id: ValueId) -> Result<Cow<'_, Tensor>, QuantizeError> {
     let value = graph.value(id);
     let problem = |problem: String| QuantizeError::Graph { node: value.name.clone(), problem };
     match graph.constant(id) {
@@ -217,7 +217,7 @@ fn constant(graph: &Graph, id: ValueId) -> Result<Cow<'_, Tensor>, QuantizeError
 }
 
 /// All elements of a constant.
-fn constant_f32(graph: &Graph, id: ValueId) -> Result<Vec<f32>, QuantizeError> {
+pub(crate) fn constant_f32(graph: &Graph, id: ValueId) -> Result<Vec<f32>, QuantizeError> {
     Ok(constant(graph, id)?.view().to_f32()?.into_owned())
 }
 
@@ -270,7 +270,7 @@ fn scale(scale: f64) -> f32 {
 }
 
 /// The range that an encoding holds.
-fn range_of(encoding: Encoding) -> [f64; 2] {
+pub(crate) fn range_of(encoding: Encoding) -> [f64; 2] {
     let (least, most) = encoding.dtype.integer_range().unwrap_or_default();
     [least, most].map(|q| f64::from(q - encoding.zero_point) * f64::from(encoding.scale))
 }

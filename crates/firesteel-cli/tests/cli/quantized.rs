@@ -123,6 +123,40 @@ fn compared(model: &Path, runner: &str, text: &str, tokens: &str) -> Agreement {
 }
 
 #[test]
+fn what_is_clipped_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ranges, out) = (folder.path().join("ranges.json"), folder.path().join("out"));
+    calibrate(&ranges, &BOTH);
+    let options = ["--scheme", "w8a16", "--context", "96", "--check-tokens", "160"];
+    let check = |more: &[&str]| {
+        quantize_with(&ranges, &out, &[&options[..], &["--check-text", CHATS], more].concat())
+    };
+    // A conversation after the other, each from empty caches and no longer than they are.
+    let report = check(&[]);
+    assert_eq!(report["compared_tokens"], 160);
+    let value = |report: &Value, name: &str| {
+        let values = report["values"].as_array().unwrap();
+        values.iter().find(|value| value["name"] == name).unwrap().clone()
+    };
+    let narrow = "layers.1.mlp.up";
+    assert_eq!(number(&value(&report, narrow), "/clipped"), 0.0, "{report}");
+    assert_eq!(number(&value(&report, narrow), "/beyond"), 0.0);
+    // An eighth of what was seen, and a quarter more: numbers lie beyond it by several times of it.
+    let mut known: Value = serde_json::from_slice(&std::fs::read(&ranges).unwrap()).unwrap();
+    for end in known["tensors"][narrow]["range16"].as_array_mut().unwrap() {
+        *end = (end.as_f64().unwrap() / 8.0).into();
+    }
+    std::fs::write(&ranges, known.to_string()).unwrap();
+    let report = check(&["--force"]);
+    let found = value(&report, narrow);
+    let [clipped, beyond] = ["/clipped", "/beyond"].map(|key| number(&found, key));
+    assert!(clipped > 0.001 && clipped < 0.5 && beyond > 0.5 && beyond < 7.0, "{found}");
+    // New keys leave as integers, and their range is known too.
+    let keys = value(&report, "k_new_1");
+    assert_eq!(number(&keys, "/clipped"), 0.0);
+}
+
+#[test]
 fn four_bits_are_far_from_plain_rounding() {
     let folder = tempfile::tempdir().unwrap();
     let plain = folder.path().join("plain.json");
@@ -579,7 +613,7 @@ fn what_cannot_be_quantized_is_refused() {
         ),
         (
             [&[tiny, "--ranges", known, "--check-text", HELD_OUT][..], &w8, &short].concat(),
-            "32 tokens are less than a step of 64",
+            "there are not 64 tokens one after the other, which a step takes",
         ),
         (
             [&[tiny, "--ranges", known, "--gelu", "tanh"][..], &w8].concat(),

@@ -5,7 +5,7 @@ use crate::commands::check::{Spread, spread_ids};
 use crate::commands::export::{StepArgs, layer_range, threads};
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
-use crate::source::{Source, read_text};
+use crate::source::{Source, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{
@@ -237,6 +237,37 @@ struct Report {
 struct ValueReport {
     name: String,
     snr: Snr,
+    /// Share of the numbers in floats that are clipped.
+    clipped: f64,
+    /// By how much the farthest of them is beyond the range of the integers, as a share of that.
+    beyond: f64,
+}
+
+/// Numbers beyond the range of integers.
+#[derive(Debug, Clone, Copy, Default)]
+struct Clipping {
+    numbers: u64,
+    clipped: u64,
+    beyond: f64,
+}
+
+impl Clipping {
+    fn add(&mut self, numbers: &[f32], held: Option<[f32; 2]>) {
+        self.numbers += numbers.len() as u64;
+        let Some([low, high]) = held.map(|held| held.map(f64::from)) else { return };
+        for number in numbers {
+            let number = f64::from(*number);
+            let beyond = (low - number).max(number - high);
+            if beyond > 0.0 {
+                self.clipped += 1;
+                self.beyond = self.beyond.max(beyond / (high - low));
+            }
+        }
+    }
+
+    fn share(&self) -> f64 {
+        self.clipped as f64 / self.numbers.max(1) as f64
+    }
 }
 
 impl GraphRequest<'_> {
@@ -609,31 +640,38 @@ impl GraphRequest<'_> {
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let tokenizer = source.tokenizer()?.context("--check-text needs the model's tokenizer")?;
-        let mut ids = tokenizer.encode(&read_text(file)?, AddedTokens::AsText)?;
-        let most = self.args.check_tokens.unwrap_or(CHECK_TOKENS);
-        ids.truncate(most.min(step.spec.context));
-        if ids.len() < step.spec.tokens {
+        let texts = text_ids(file, &[source], &tokenizer, AddedTokens::AsText)?;
+        let (tokens, mut left) = (step.spec.tokens, self.args.check_tokens.unwrap_or(CHECK_TOKENS));
+        let mut parts = Vec::new();
+        for ids in &texts {
+            let steps = ids.len().min(left).min(step.spec.context) / tokens;
+            parts.push(&ids[..steps * tokens]);
+            left -= steps * tokens;
+        }
+        report.compared_tokens = parts.iter().map(|part| part.len()).sum();
+        if report.compared_tokens == 0 {
             bail!(
-                "--check-text: {} tokens are less than a step of {}; give a longer text or more \
-                 --check-tokens",
-                ids.len(),
-                step.spec.tokens
+                "--check-text {}: there are not {tokens} tokens one after the other, which a step \
+                 takes; give a longer text or more --check-tokens",
+                file.display()
             );
         }
         let embedding = source.embedding()?.context(
             "--check-text needs the embedding table, which the artifact has not; quantize its \
              checkpoint",
         )?;
-        let mut meters: BTreeMap<String, SnrMeter> = BTreeMap::new();
+        let mut meters: BTreeMap<String, (SnrMeter, Clipping)> = BTreeMap::new();
         let pair = Pair { float: step, quantized };
-        compare(pair, embedding.as_ref(), &ids, &mut |value| {
-            let meter = meters.entry(value.name.to_owned()).or_default();
+        compare(pair, embedding.as_ref(), &parts, &mut |value| {
+            let (meter, clipping) = meters.entry(value.name.to_owned()).or_default();
             meter.add(value.float, value.quantized);
+            clipping.add(value.float, value.held);
         })?;
-        report.compared_tokens = ids.len() / step.spec.tokens * step.spec.tokens;
-        let value = |(name, meter): (&String, &SnrMeter)| ValueReport {
+        let value = |(name, (meter, clipping)): (&String, &(SnrMeter, Clipping))| ValueReport {
             name: name.clone(),
             snr: meter.snr(),
+            clipped: clipping.share(),
+            beyond: clipping.beyond,
         };
         report.values = meters.iter().map(value).collect();
         report.values.sort_by(|a, b| a.snr.order().total_cmp(&b.snr.order()));
@@ -844,5 +882,22 @@ fn print(report: &Report, artifact: &Artifact, printer: &mut Printer) -> anyhow:
         );
         table(&rows).iter().try_for_each(|line| printer.line(line))?;
     }
+    let mut clipped: Vec<&ValueReport> =
+        report.values.iter().filter(|value| value.clipped > 0.0).collect();
+    if clipped.is_empty() {
+        return Ok(());
+    }
+    clipped.sort_by(|a, b| b.beyond.total_cmp(&a.beyond));
+    printer.line(format!(
+        "{} of {} values are clipped somewhere, because the calibration saw less; the farthest:",
+        clipped.len(),
+        report.values.len()
+    ))?;
+    let mut rows = vec![["value", "clipped", "beyond, of the range"].map(str::to_owned).to_vec()];
+    rows.extend(clipped.iter().take(WORST).map(|value| {
+        let percent = |share: f64| format!("{:.3} %", 100.0 * share);
+        vec![value.name.clone(), percent(value.clipped), percent(value.beyond)]
+    }));
+    table(&rows).iter().try_for_each(|line| printer.line(line))?;
     Ok(())
 }
