@@ -75,7 +75,8 @@ pub(crate) struct GraphArgs {
     /// as possible, all else in floats
     #[arg(long, value_name = "DB", requires = "scheme", conflicts_with = "bits")]
     budget_db: Option<f64>,
-    /// Text on which every value is compared with the one in floats; not one of the calibration
+    /// Text or conversations (.jsonl) on which every value is compared with the one in floats, and
+    /// what is clipped is counted; not those of the calibration
     #[arg(long, value_name = "FILE", requires = "scheme")]
     check_text: Option<PathBuf>,
     /// Most tokens of --check-text [default: 128]
