@@ -83,14 +83,7 @@ fn texts_that_are_set_aside_are_rounded_for_when_nothing_more_is_measured() {
         assert_eq!(model.measured.is_some(), matches!(budget, Budget::Decibels(_)));
         let width = |name: &str| model.plan.widths[name];
         let alone = round_layers(&EQUAL, &texts, &every, &width, &mut |_| {}).unwrap();
-        assert_eq!(alone.len(), model.matrices.len());
-        // Tokens count relative to the mean of all texts here, so that what is next to a tie may fall
-        // to the other side, and later matrices follow it.
-        let first = MODEL.layers()[0].qkv.name();
-        let codes = model.matrices[first].codes.iter().zip(&alone[first].codes);
-        let other = codes.filter(|(a, b)| a != b).count();
-        assert!(other < 10, "{budget:?}: {other} codes");
-        assert!(budget != Budget::Bits(5.27) || model.matrices == alone);
+        assert!(model.matrices == alone, "{budget:?}");
     }
 }
 

@@ -161,18 +161,20 @@ fn four_bits_are_far_from_plain_rounding() {
     let folder = tempfile::tempdir().unwrap();
     let plain = folder.path().join("plain.json");
     calibrate(&plain, &["--samples", "8", "--plain"]);
-    // With a head of 8 bits the other matrices make all of the noise.
-    for (layout, head, more) in [("pure", "lm_head*=w4", 4.0), ("head", "lm_head*=w8", 3.0)] {
+    // Behind a head of 8 bits the other matrices make all of the noise, and it takes more text.
+    for (layout, head, tokens) in
+        [("pure", "lm_head*=w4", "3072"), ("head", "lm_head*=w8", "32768")]
+    {
         let out = folder.path().join(layout);
         let options = ["--scheme", "w4a16", "--keep", head, "--context", "256", "--embedding"];
         quantize_with(&plain, &out, &options);
         let worst = compared(&out, "ort", HELD_OUT, "1024");
-        let text = ["--text", CALIBRATION, "--text-tokens", "3072", "--force"];
+        let text = ["--text", CALIBRATION, "--text-tokens", tokens, "--force"];
         let report = quantize(&out, &[&options[..], &text].concat());
         let four = if layout == "pure" { 21 } else { 20 };
         assert_eq!(report["matrices"]["i4"], four, "{report}");
         let found = compared(&out, "ort", HELD_OUT, "1024");
-        assert!(found.decibels >= worst.decibels + more, "{layout}: {found:?} {worst:?}");
+        assert!(found.decibels >= worst.decibels + 4.0, "{layout}: {found:?} {worst:?}");
     }
 }
 
@@ -201,10 +203,10 @@ fn mixed_widths_lose_no_more_than_those_of_llama_cpp() {
     let (mut top1, mut kl) = (0.0, 0.0);
     for (exact, test) in exact.chunks(2048).zip(theirs.chunks(2048)) {
         let difference = compare_logits(exact, test);
-        top1 += f64::from(difference.reference_top == difference.test_top) / tokens as f64;
+        top1 += f64::from(difference.reference_top == difference.test_top);
         kl += difference.kl / tokens as f64;
     }
-    let peer = Agreement { decibels: meter.snr().db.unwrap(), top1, kl };
+    let peer = Agreement { decibels: meter.snr().db.unwrap(), top1: top1 / tokens as f64, kl };
     let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
     let (ids, steps) = (ids.join(","), tokens.to_string());
     let command = ["check", argument(&out), "--against", argument(&tiny), "--runner", "ort"];

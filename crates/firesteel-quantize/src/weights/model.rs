@@ -1,5 +1,5 @@
 use super::follow::{LayerOptions, Texts, round};
-use super::texts::{logits, token_weights};
+use super::texts::{logits, spread_over, token_weights};
 use super::{
     Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, ScoreRows, WeightBits, WeightError,
     plan, round_for_output, round_nearest,
@@ -8,6 +8,9 @@ use firesteel_checkpoint::{Checkpoint, Weight};
 use firesteel_engine::Calibration;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+
+/// Most tokens that all matrices are rounded to 4 bits for to measure which of them get 8.
+const FIRST: usize = 8192;
 
 /// How the weights of a model are quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -93,18 +96,20 @@ pub fn quantize_model(
     options: &ModelOptions<'_>,
     progress: &mut dyn FnMut(&str),
 ) -> Result<QuantizedModel, WeightError> {
-    let every = [texts, options.measured].concat();
-    let weights = token_weights(model, &every)?;
-    let all = Texts { texts: &every, weights: Some(&weights) };
-    let tokens = texts.iter().map(|text| text.len()).sum();
-    let of_texts = Texts { texts, weights: weights.get(..tokens) };
+    let measured = options.measured.iter().any(|text| !text.is_empty());
+    // What is measured of widths hardly depends on how much text there is.
+    let first_texts = match (options.widths, measured && options.follow) {
+        (Widths::Mixed(_), true) => spread_over(texts, FIRST),
+        _ => texts.to_vec(),
+    };
+    let weights = token_weights(model, &first_texts)?;
+    let first_texts = Texts { texts: &first_texts, weights: Some(&weights) };
     let layers =
         LayerOptions { layers: 0..model.layers().len(), head: true, follow: options.follow };
     let first = match options.widths {
         Widths::Same(bits) => bits,
         Widths::Mixed(_) => WeightBits::Four,
     };
-    let measured = options.measured.iter().any(|text| !text.is_empty());
     let estimated = !measured && options.widths != Widths::Same(first);
     let effects = match estimated {
         true => Calibration::run(model, texts, &mut |_| {})?.effects(model),
@@ -123,7 +128,7 @@ pub fn quantize_model(
         choices.push(choice);
         Ok(())
     };
-    let matrices = round(model, of_texts, &layers, &|_| Some(first), &mut done)?;
+    let matrices = round(model, first_texts, &layers, &|_| Some(first), &mut done)?;
     let budget = match options.widths {
         Widths::Mixed(budget) => budget,
         Widths::Same(bits) => {
@@ -143,6 +148,13 @@ pub fn quantize_model(
         reference.share(&matrices, budget, &mut choices)?;
     }
     let mut found = plan(&choices, budget)?;
+    let (texts, to_measure) = match (budget, &reference) {
+        (Budget::Decibels(asked), Some(reference)) => (texts.to_vec(), Some((asked, reference))),
+        // Nothing more is measured.
+        _ => ([texts, options.measured].concat(), None),
+    };
+    let weights = token_weights(model, &texts)?;
+    let texts = Texts { texts: &texts, weights: Some(&weights) };
     loop {
         let raised = |name: &str| found.widths.get(name) == Some(&WeightBits::Eight);
         let width = |name: &str| match raised(name) {
@@ -153,11 +165,6 @@ pub fn quantize_model(
         let mut done = |weight: &Weight, _: &QuantizedMatrix, _: &Gram, _: &OutputError| {
             progress(weight.name());
             Ok(())
-        };
-        let (texts, to_measure) = match (budget, &reference) {
-            (Budget::Decibels(asked), Some(reference)) => (of_texts, Some((asked, reference))),
-            // Nothing more is measured.
-            _ => (all, None),
         };
         let mut matrices = matrices.clone();
         matrices.extend(round(model, texts, &layers, &width, &mut done)?);
