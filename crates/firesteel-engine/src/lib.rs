@@ -2,7 +2,7 @@
 //! step graph, so that one can be checked against the other.
 //!
 //! An [`Engine`] holds a shared [`Checkpoint`]; an [`EngineRunner`] executes the steps of one
-//! [`StepSpec`] on it. Weights stay where the checkpoint keeps them and are widened a few rows at a
+//! [`StepSpec`] on it. Weights stay where the checkpoint keeps them and are widened some rows at a
 //! time. Activations and sums are f64; only the tensors of the contract are rounded, each once, to
 //! the element type that the contract names. The result does not depend on the number of threads:
 //! every value is computed by one task in one fixed order.

@@ -46,6 +46,9 @@ pub(crate) fn sigmoid(x: f64) -> f64 {
 /// Weight rows that one task widens and multiplies at once.
 const BLOCK_ROWS: usize = 32;
 
+/// Tokens from which on arranging weights for products of matrices pays.
+const MANY: usize = 8;
+
 /// Independent sums of a dot product: enough to hide the latency of an addition.
 const LANES: usize = 8;
 
@@ -71,18 +74,26 @@ pub(crate) fn project(
 ) -> Result<Vec<f64>, CheckpointError> {
     let columns = input.len() / tokens;
     let rows = weight.element_count() / columns;
-    let input = Array2::from_shape_fn((columns, tokens), |(k, token)| input[token * columns + k]);
+    let many = (tokens >= MANY)
+        .then(|| Array2::from_shape_fn((columns, tokens), |(k, token)| input[token * columns + k]));
     let mut by_row = vec![0f64; rows * tokens];
     by_row.par_chunks_mut(BLOCK_ROWS * tokens).enumerate().try_for_each_init(
         || vec![0f32; BLOCK_ROWS * columns],
         |scratch, (block, out)| {
             let rows = out.len() / tokens;
-            weight.read_f32(block * BLOCK_ROWS * columns, &mut scratch[..rows * columns])?;
-            let weights = Array2::from_shape_fn((rows, columns), |(row, k)| {
-                f64::from(scratch[row * columns + k])
-            });
-            for (out, product) in out.iter_mut().zip(&weights.dot(&input)) {
-                *out = *product;
+            let weights = &mut scratch[..rows * columns];
+            weight.read_f32(block * BLOCK_ROWS * columns, weights)?;
+            if let Some(input) = &many {
+                let weights = Array2::from_shape_fn((rows, columns), |(row, k)| {
+                    f64::from(weights[row * columns + k])
+                });
+                out.iter_mut().zip(&weights.dot(input)).for_each(|(out, product)| *out = *product);
+            } else {
+                for (out, weights) in out.chunks_mut(tokens).zip(weights.chunks_exact(columns)) {
+                    for (out, values) in out.iter_mut().zip(input.chunks_exact(columns)) {
+                        *out = dot(weights, values);
+                    }
+                }
             }
             Ok::<(), CheckpointError>(())
         },
@@ -158,6 +169,28 @@ mod tests {
             let values: Vec<f64> = (0..length).map(|i| 0.5 * i as f64).collect();
             let expected: f64 = (0..length).map(|i| (i as f64 - 3.0) * 0.5 * i as f64).sum();
             assert_eq!(dot(&weights, &values), expected, "length {length}");
+        }
+    }
+
+    #[test]
+    fn products_of_few_and_of_many_tokens_are_sums_of_products() {
+        let (rows, columns) = (2 * BLOCK_ROWS + 3, 19);
+        let number = |index: usize| ((index * 37 + 11) % 101) as f32 - 50.0;
+        let values: Vec<f32> = (0..rows * columns).map(number).collect();
+        let weight = Weight::from_f32("w", vec![rows, columns], values.clone()).unwrap();
+        for tokens in [1, MANY - 1, MANY, 3 * MANY + 1] {
+            let input: Vec<f64> =
+                (0..tokens * columns).map(|index| f64::from(number(index * 5 + 2))).collect();
+            let product = project(&weight, &input, tokens).unwrap();
+            assert_eq!(product.len(), tokens * rows);
+            for (index, product) in product.iter().enumerate() {
+                let (token, row) = (index / rows, index % rows);
+                let of_row = values[row * columns..][..columns].iter();
+                let of_token = input[token * columns..][..columns].iter();
+                let sum: f64 = of_row.zip(of_token).map(|(w, x)| f64::from(*w) * x).sum();
+                // Whole numbers are exact in any order.
+                assert_eq!(*product, sum, "{tokens} tokens, {token}, {row}");
+            }
         }
     }
 

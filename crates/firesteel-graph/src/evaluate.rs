@@ -737,7 +737,7 @@ mod tests {
     fn quantized_weights_of_a_gemm_are_read_by_row() {
         // Odd rows, so that a row of 4-bit numbers starts within a byte.
         let (rows, columns) = (70, 3);
-        let values: Vec<i32> = (0..rows * columns).map(|i| (i as i32 * 7) % 15 - 7).collect();
+        let values: Vec<i32> = (0..rows * columns).map(|i| (i as i32 * 7) % 16 - 8).collect();
         let scales: Vec<f32> = (0..rows).map(|row| 0.5 + row as f32).collect();
         for dtype in [DType::I4, DType::I8] {
             for per_row in [true, false] {

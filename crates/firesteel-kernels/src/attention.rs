@@ -43,7 +43,7 @@ pub fn quantize_kv(values: &[f32], out: &mut [KvBlock]) -> Result<(), KernelErro
     check_length("8-bit keys or values", area("blocks", out.len(), 32)?, values.len())?;
     for (values, out) in values.as_chunks::<32>().0.iter().zip(out) {
         let largest = values.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-        out.scale = f16::from_f32(largest / 127.0);
+        out.scale = f16::from_f32((largest / 127.0).min(f16::MAX.to_f32()));
         let scale = out.scale.to_f32();
         let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
         for (to, value) in out.values.iter_mut().zip(values) {

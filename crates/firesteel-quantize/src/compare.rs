@@ -29,11 +29,11 @@ pub struct Compared<'a> {
     pub float: &'a [f32],
     /// Quantized.
     pub quantized: &'a [f32],
-    /// Below and above what its integers are clipped; `None` where it has none.
+    /// What it can be without being clipped to its integers; `None` where it has none.
     pub held: Option<[f32; 2]>,
 }
 
-/// Runs both graphs of `pair` over `texts`, each text from empty caches and each graph with its
+/// Runs both graphs of `pair` over `texts`, each from empty caches, which either graph has of its
 /// own, and shows `visit` every computed value of every step. Tokens that do not fill a step are left
 /// out.
 ///

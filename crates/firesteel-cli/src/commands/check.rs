@@ -3,7 +3,7 @@ mod outputs;
 
 use self::fidelity::FidelityArgs;
 use crate::printer::{Printer, mebibytes, table};
-use crate::source::{CompiledStep, OrtArgs, RunnerKind, Source, read_text};
+use crate::source::{CompiledStep, OrtArgs, RunnerKind, Source, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{Args, Parser};
 use firesteel_artifact::Manifest;
@@ -434,11 +434,11 @@ pub(crate) fn token_ids(
         };
         match (tokenizer, &args.prompt) {
             (Some(tokenizer), prompt) => {
-                let text = match prompt {
-                    Some(file) => read_text(file)?,
-                    None => TEXT.to_owned(),
-                };
-                tokenizer.encode(&text, AddedTokens::AsText)?
+                let added = AddedTokens::AsText;
+                match prompt {
+                    Some(file) => text_ids(file, &[reference, test], &tokenizer, added)?.concat(),
+                    None => tokenizer.encode(TEXT, added)?,
+                }
             }
             (None, Some(file)) => {
                 bail!("--prompt {}: neither side has a tokenizer; give --ids", file.display())

@@ -143,8 +143,10 @@ fn what_is_clipped_is_said() {
     assert_eq!(number(&value(&report, narrow), "/beyond"), 0.0);
     // An eighth of what was seen, and a quarter more: numbers lie beyond it by several times of it.
     let mut known: Value = serde_json::from_slice(&std::fs::read(&ranges).unwrap()).unwrap();
-    for end in known["tensors"][narrow]["range16"].as_array_mut().unwrap() {
-        *end = (end.as_f64().unwrap() / 8.0).into();
+    for name in [narrow, "layers.1.attention.k_entry"] {
+        for end in known["tensors"][name]["range16"].as_array_mut().unwrap() {
+            *end = (end.as_f64().unwrap() / 8.0).into();
+        }
     }
     std::fs::write(&ranges, known.to_string()).unwrap();
     let report = check(&["--force"]);
@@ -153,7 +155,7 @@ fn what_is_clipped_is_said() {
     assert!(clipped > 0.001 && clipped < 0.5 && beyond > 0.5 && beyond < 7.0, "{found}");
     // New keys leave as integers, and their range is known too.
     let keys = value(&report, "k_new_1");
-    assert_eq!(number(&keys, "/clipped"), 0.0);
+    assert!(number(&keys, "/clipped") > 0.001 && number(&keys, "/beyond") > 0.5, "{keys}");
 }
 
 #[test]
@@ -615,7 +617,7 @@ fn what_cannot_be_quantized_is_refused() {
         ),
         (
             [&[tiny, "--ranges", known, "--check-text", HELD_OUT][..], &w8, &short].concat(),
-            "there are not 64 tokens one after the other, which a step takes",
+            "a step takes 64 tokens, and there are not so many one after the other among the first 32",
         ),
         (
             [&[tiny, "--ranges", known, "--gelu", "tanh"][..], &w8].concat(),

@@ -184,6 +184,21 @@ fn agrees_with_the_definition() {
 }
 
 #[test]
+fn keys_of_any_size_stay_finite_in_8_bits() {
+    for largest in [0.0, 1e-12, 1.0, 8e6, 1e9, f32::MAX] {
+        let values: Vec<f32> = (0..32).map(|i| if i == 7 { -largest } else { 0.0 }).collect();
+        let mut blocks = [KvBlock { scale: f16::ZERO, values: [0; 32] }];
+        let mut back = [0f32; 32];
+        quantize_kv(&values, &mut blocks).unwrap();
+        dequantize_kv(&blocks, &mut back).unwrap();
+        assert!(back.iter().all(|value| value.is_finite()), "{largest}: {back:?}");
+        // The scale of the largest block is the largest of half precision.
+        let held = largest.min(127.0 * f16::MAX.to_f32());
+        assert!((back[7] + held).abs() <= 1e-3 * held + 1e-7, "{largest}: {}", back[7]);
+    }
+}
+
+#[test]
 fn large_scores_and_unseen_entries() {
     let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 16, queries: 2 };
     let mut cache = Cache::new(Kind::F32, shape, 700, 700, 5);

@@ -1,4 +1,4 @@
-//! Rounds a matrix to integers with one symmetric scale a row (an output channel).
+//! Rounds a matrix to integers with one scale a row (an output channel) and zero points of 0.
 //!
 //! [`round_nearest`] is the plain way. [`round_for_output`] makes the error of the matrix's output
 //! small, which an [`OutputError`] measures: from the importance of each column, or from a
@@ -209,7 +209,8 @@ fn check(values: &[f32], rows: usize, columns: usize) -> Result<(), WeightError>
     }
 }
 
-/// Rounds to nearest with the scale that the largest magnitude of each row needs.
+/// Rounds to nearest with the scale that the largest magnitude of each row needs; of 4 bits −7 to 7
+/// are used.
 ///
 /// # Errors
 /// When the values are not `rows` × `columns` many, or not all finite.

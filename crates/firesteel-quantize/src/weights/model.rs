@@ -9,7 +9,8 @@ use firesteel_engine::Calibration;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Most tokens that all matrices are rounded to 4 bits for to measure which of them get 8.
+/// Most tokens that all matrices are rounded to 4 bits for to see which of them get 8 of a budget of
+/// bits.
 const FIRST: usize = 8192;
 
 /// How the weights of a model are quantized.
@@ -19,7 +20,8 @@ pub struct ModelOptions<'a> {
     pub widths: Widths,
     /// Texts over which it is measured what each matrix costs the output, for mixed widths: the model
     /// reads them once for each matrix, and is in memory as f32. Weights are not rounded for them as
-    /// long as something is measured: the errors would be smaller there. Without them the costs are
+    /// long as something is measured, because the errors would be smaller there, and for a budget of
+    /// bits for no more than 8192 tokens of the others until then. Without them the costs are
     /// estimated from the error of the matrix's output, which is quick, but does not know how an error
     /// spreads.
     pub measured: &'a [&'a [u32]],
@@ -97,9 +99,9 @@ pub fn quantize_model(
     progress: &mut dyn FnMut(&str),
 ) -> Result<QuantizedModel, WeightError> {
     let measured = options.measured.iter().any(|text| !text.is_empty());
-    // What is measured of widths hardly depends on how much text there is.
+    // Shares of the harm hardly depend on how much text there is. Decibels do.
     let first_texts = match (options.widths, measured && options.follow) {
-        (Widths::Mixed(_), true) => spread_over(texts, FIRST),
+        (Widths::Mixed(Budget::Bits(_)), true) => spread_over(texts, FIRST),
         _ => texts.to_vec(),
     };
     let weights = token_weights(model, &first_texts)?;
@@ -153,7 +155,10 @@ pub fn quantize_model(
         // Nothing more is measured.
         _ => ([texts, options.measured].concat(), None),
     };
-    let weights = token_weights(model, &texts)?;
+    let weights = match texts == first_texts.texts {
+        true => weights.clone(),
+        false => token_weights(model, &texts)?,
+    };
     let texts = Texts { texts: &texts, weights: Some(&weights) };
     loop {
         let raised = |name: &str| found.widths.get(name) == Some(&WeightBits::Eight);

@@ -91,7 +91,7 @@ pub(super) fn code(value: f64, [least, largest]: [f64; 2]) -> f64 {
     (value.clamp(least, largest) + SHIFT) - SHIFT
 }
 
-/// What becomes of a scale that is stored: all codes are finite with it.
+/// What becomes of a scale that is stored: its product with every code is finite.
 pub(super) fn stored(scale: f64, [_, largest]: [f64; 2]) -> f32 {
     (scale as f32).clamp(f32::MIN_POSITIVE, (f64::from(f32::MAX) / (largest + 1.0)) as f32)
 }
@@ -409,17 +409,19 @@ mod tests {
     #[test]
     fn all_codes_are_used() {
         // Fifteen of sixteen codes would not do.
-        let values = [-8.0, -5.0, 0.0, 1.0, 3.0, 7.0].map(|code| 0.25 * code);
-        let columns = values.len();
-        let mut gram = Gram::new(columns).unwrap();
-        gram.observe(&numbers(8 * columns * columns, 9)).unwrap();
-        for error in
-            [OutputError::of_importance(&[1.0; 6]).unwrap(), OutputError::of_gram(&gram).unwrap()]
-        {
-            let matrix = round_for_output(&values, 1, columns, WeightBits::Four, &error).unwrap();
-            assert_eq!(matrix.codes, [-8, -5, 0, 1, 3, 7]);
-            assert!((matrix.scales[0] - 0.25).abs() < 1e-6, "{}", matrix.scales[0]);
-        }
+        let columns = 40;
+        let codes: Vec<i8> = (0..columns).map(|column| (column * 7 % 16) as i8 - 8).collect();
+        let values: Vec<f32> = codes.iter().map(|code| 0.25 * f32::from(*code)).collect();
+        let round =
+            |error| round_for_output(&values, 1, columns, WeightBits::Four, &error).unwrap();
+        let matrix = round(OutputError::of_importance(&[1.0; 40]).unwrap());
+        assert_eq!(matrix.codes, codes);
+        assert!((matrix.scales[0] - 0.25).abs() < 1e-6, "{}", matrix.scales[0]);
+        // Columns that go together make up for each other, and are not what each would be alone.
+        let full = OutputError::of_gram(&gram(columns)).unwrap();
+        assert!(matches!(full.form, Form::Full(_)));
+        let matrix = round(full);
+        assert!(matrix.codes.contains(&-8) && matrix.codes.contains(&7), "{:?}", matrix.codes);
     }
 
     #[test]

@@ -75,8 +75,8 @@ pub(crate) struct GraphArgs {
     /// as possible, all else in floats
     #[arg(long, value_name = "DB", requires = "scheme", conflicts_with = "bits")]
     budget_db: Option<f64>,
-    /// Text or conversations (.jsonl) on which every value is compared with the one in floats, and
-    /// what is clipped is counted; not those of the calibration
+    /// Text or conversations (.jsonl), as far as the context goes, on which every value is compared
+    /// with the one in floats, and what is clipped is counted; not those of the calibration
     #[arg(long, value_name = "FILE", requires = "scheme")]
     check_text: Option<PathBuf>,
     /// Most tokens of --check-text [default: 128]
@@ -261,7 +261,7 @@ impl Clipping {
             let beyond = (low - number).max(number - high);
             if beyond > 0.0 {
                 self.clipped += 1;
-                self.beyond = self.beyond.max(beyond / (high - low));
+                self.beyond = self.beyond.max(beyond / (high - low)).min(f64::MAX);
             }
         }
     }
@@ -642,18 +642,20 @@ impl GraphRequest<'_> {
     ) -> anyhow::Result<()> {
         let tokenizer = source.tokenizer()?.context("--check-text needs the model's tokenizer")?;
         let texts = text_ids(file, &[source], &tokenizer, AddedTokens::AsText)?;
-        let (tokens, mut left) = (step.spec.tokens, self.args.check_tokens.unwrap_or(CHECK_TOKENS));
+        let most = self.args.check_tokens.unwrap_or(CHECK_TOKENS);
+        let (tokens, mut left) = (step.spec.tokens, most);
         let mut parts = Vec::new();
         for ids in &texts {
             let steps = ids.len().min(left).min(step.spec.context) / tokens;
             parts.push(&ids[..steps * tokens]);
             left -= steps * tokens;
         }
+        parts.retain(|part| !part.is_empty());
         report.compared_tokens = parts.iter().map(|part| part.len()).sum();
         if report.compared_tokens == 0 {
             bail!(
-                "--check-text {}: there are not {tokens} tokens one after the other, which a step \
-                 takes; give a longer text or more --check-tokens",
+                "--check-text {}: a step takes {tokens} tokens, and there are not so many one after \
+                 the other among the first {most}; give a longer text or more --check-tokens",
                 file.display()
             );
         }
@@ -890,7 +892,7 @@ fn print(report: &Report, artifact: &Artifact, printer: &mut Printer) -> anyhow:
     }
     clipped.sort_by(|a, b| b.beyond.total_cmp(&a.beyond));
     printer.line(format!(
-        "{} of {} values are clipped somewhere, because the calibration saw less; the farthest:",
+        "{} of {} values are clipped somewhere; the farthest:",
         clipped.len(),
         report.values.len()
     ))?;
