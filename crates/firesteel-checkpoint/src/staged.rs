@@ -1,6 +1,7 @@
 use fs_err as fs;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use std::ffi::{OsStr, OsString};
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,9 @@ pub enum Replace<'a> {
     /// a mistyped path costs nobody a folder of something else. It says why it refuses.
     If(&'a dyn Fn(&Path) -> Result<(), String>),
 }
+
+/// How often a hidden name is looked for, when others take away what was just made.
+const ATTEMPTS: usize = 1000;
 
 /// Files and folders that are being written.
 static STAGED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
@@ -84,8 +88,8 @@ impl StagedFile {
         }
         fs::create_dir_all(&parent)?;
         remove_abandoned(&parent, &prefix);
-        for attempt in 0..1000u32 {
-            let path = parent.join(attempt_name(&prefix, attempt));
+        for _ in 0..ATTEMPTS {
+            let path = parent.join(hidden_name(&prefix));
             let file = match fs::File::create_new(&path) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 created => created?,
@@ -146,8 +150,8 @@ impl StagedFolder {
         may_replace(&target, replace)?;
         fs::create_dir_all(&parent)?;
         remove_abandoned(&parent, &prefix);
-        for attempt in 0..1000u32 {
-            let path = parent.join(attempt_name(&prefix, attempt));
+        for _ in 0..ATTEMPTS {
+            let path = parent.join(hidden_name(&prefix));
             match fs::create_dir(&path) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 created => created?,
@@ -232,9 +236,13 @@ fn hidden_prefix(target: &Path) -> io::Result<(PathBuf, PathBuf, OsString)> {
     Ok((parent.join(name), parent.to_owned(), prefix))
 }
 
-fn attempt_name(prefix: &OsStr, attempt: u32) -> OsString {
+/// A name that nothing had before. A commit frees it, and what is dropped after that removes what
+/// bears it, which must not be what another thread or process has begun since then.
+fn hidden_name(prefix: &OsStr) -> OsString {
     let mut name = prefix.to_owned();
-    name.push(format!("{}-{attempt}", std::process::id()));
+    let process = std::process::id();
+    // Each state has random keys of its own.
+    name.push(format!("{process}-{:016x}", RandomState::new().hash_one(process)));
     name
 }
 
@@ -384,6 +392,52 @@ mod tests {
         assert!(error.to_string().contains("large: 18446744073709551615 bytes are needed"));
         drop(staged);
         assert_eq!(names(&parent.path().join("a")), ["b"]);
+    }
+
+    #[test]
+    fn whoever_is_done_takes_nothing_from_who_is_not() {
+        let parent = tempfile::tempdir().unwrap();
+        let (file, folder) = (parent.path().join("file"), parent.path().join("folder"));
+        let any = |_: &Path| Ok(());
+        // Between the renaming of a commit and its end, another begins.
+        let done = StagedFile::create(&file, Some(|_| Ok(true))).unwrap();
+        fs::rename(&done.path, &done.target).unwrap();
+        let begun = StagedFile::create(&file, Some(|_| Ok(true))).unwrap();
+        drop(done);
+        begun.commit().unwrap();
+        let done = StagedFolder::create(&folder, Replace::Never).unwrap();
+        fs::rename(&done.path, &done.target).unwrap();
+        let begun = StagedFolder::create(&folder, Replace::If(&any)).unwrap();
+        fs::write(begun.path().join("new"), "").unwrap();
+        drop(done);
+        begun.commit().unwrap();
+        assert_eq!(names(parent.path()), ["file", "folder"]);
+        assert_eq!(names(&folder), ["new"]);
+    }
+
+    #[test]
+    fn many_at_once_lose_nothing() {
+        let parent = tempfile::tempdir().unwrap();
+        let (file, folder) = (parent.path().join("file"), parent.path().join("folder"));
+        fs::create_dir(&folder).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        let staged = StagedFile::create(&file, Some(|_| Ok(true))).unwrap();
+                        fs::write(&staged.path, "whole").unwrap();
+                        staged.commit().unwrap();
+                        let any = |_: &Path| Ok(());
+                        let staged = StagedFolder::create(&folder, Replace::If(&any)).unwrap();
+                        fs::write(staged.path().join("whole"), "").unwrap();
+                        staged.commit().unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_to_string(&file).unwrap(), "whole");
+        assert_eq!(names(parent.path()), ["file", "folder"]);
+        assert_eq!(names(&folder), ["whole"]);
     }
 
     #[test]

@@ -149,7 +149,7 @@ fn while_writing(checkpoint: &Path, out: &Path, extra: &[&str]) -> (Child, PathB
     let parent = out.parent().unwrap();
     let prefix = format!(".{}.partial-", out.file_name().unwrap().to_str().unwrap());
     let partial = loop {
-        let own = format!("{prefix}{}", export.id());
+        let own = format!("{prefix}{}-", export.id());
         let found = names(parent).into_iter().find(|name| name.starts_with(&own));
         let found = found.map(|name| parent.join(name));
         // More than the model file and the copied ones: some of the weights.
