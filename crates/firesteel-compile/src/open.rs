@@ -66,12 +66,25 @@ impl Compiled {
         &self.manifest
     }
 
-    /// Writes what was measured of the step `name` into the manifest.
+    /// Writes what was measured of the step `name` into the manifest, beside what others have
+    /// written there since it was opened.
     ///
     /// # Errors
-    /// When there is no such step, or the manifest cannot be written.
+    /// When there is no such step, another artifact is there by now, or the manifest cannot be
+    /// written.
     pub fn record(&mut self, name: &str, measured: Measured) -> Result<(), CompileError> {
         self.step(Some(name))?;
+        let now = CompiledManifest::read(&self.folder)?;
+        for (step, now) in self.manifest.steps.iter_mut().zip(&now.steps) {
+            step.measured.clone_from(&now.measured);
+        }
+        if self.manifest != now {
+            let problem =
+                "is of another artifact than the one that was measured, so the result is \
+                           not recorded; check this one"
+                    .into();
+            return Err(CompileError::Content { file: self.folder.join(MANIFEST), problem });
+        }
         for step in self.manifest.steps.iter_mut().filter(|step| step.name == name) {
             step.measured = Some(measured.clone());
         }

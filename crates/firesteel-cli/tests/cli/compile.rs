@@ -7,6 +7,7 @@ use crate::support::{
 };
 use firesteel_check::audit::{Dump, Placement, Rule, audit};
 use firesteel_checkpoint::Checkpoint;
+use firesteel_compile::{Compiled, Measured};
 use firesteel_export::{Dialect, ExportOptions, Precision};
 use firesteel_graph::{Constant, Graph, Op, ValueId};
 use firesteel_ort::OrtError;
@@ -313,6 +314,33 @@ fn parts_and_shared_weights() {
         "0",
     ]);
     assert!(text.contains("32 tokens in steps of 16"), "{text}");
+
+    // What two processes measure of two steps at the same time is kept, but nothing of a step that
+    // was compiled anew meanwhile.
+    let [mut one, mut other, mut late] = [(); 3].map(|()| Compiled::open(&shared).unwrap());
+    let measured = |tokens| Measured {
+        reference: "engine".into(),
+        tokens,
+        output_db: Some(54.5),
+        entries_db: None,
+        top1: Some(0.75),
+        kl_mean: Some(0.125),
+        greedy: Some((63, 64)),
+    };
+    for (compiled, name, tokens) in [(&mut one, "decode", 8), (&mut other, "prefill-16", 32)] {
+        compiled.record(name, measured(tokens)).unwrap();
+    }
+    let kept = Compiled::open(&shared).unwrap();
+    for (name, tokens) in [("decode", 8), ("prefill-16", 32)] {
+        assert_eq!(kept.step(Some(name)).unwrap().measured, Some(measured(tokens)), "{name}");
+    }
+    assert_eq!(kept.manifest(), other.manifest());
+    let file = shared.join("manifest.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let hash = kept.manifest().files[0].xxh3.clone();
+    std::fs::write(&file, text.replace(&hash, &"0".repeat(hash.len()))).unwrap();
+    let error = late.record("decode", measured(9)).unwrap_err().to_string();
+    assert!(error.contains("manifest.json: is of another artifact"), "{error}");
 }
 
 #[test]
