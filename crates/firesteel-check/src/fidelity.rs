@@ -13,6 +13,8 @@ pub struct TextReport {
     pub tokens: usize,
     /// Sequences of the text, each from an empty cache.
     pub sequences: usize,
+    /// Tokens of the longest of them.
+    pub longest: usize,
     /// All logits.
     pub logits: Snr,
     /// Mean KL divergence of the test from the reference, in nats.
@@ -130,6 +132,7 @@ pub fn compare_text(
     Ok(TextReport {
         tokens,
         sequences: sequences.len(),
+        longest,
         logits: meter.snr(),
         kl_mean,
         kl_p99: divergences.get(rank).copied().unwrap_or_default(),

@@ -34,7 +34,7 @@ pub(crate) struct Check {
     against: Option<PathBuf>,
     /// What a device computed from the inputs of a kit, as qnn-net-run writes it:
     /// GRAPH/Result_N/TENSOR.raw
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["against", "graph", "record"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = OF_RUNNERS)]
     outputs: Option<PathBuf>,
     #[command(flatten)]
     args: CheckArgs,
@@ -61,7 +61,8 @@ pub(crate) struct CheckArgs {
     against_runner: Option<RunnerKind>,
     #[command(flatten)]
     ort: OrtArgs,
-    /// File with the text to run [default: a text that is built in]
+    /// File with the text to run, or conversations where it ends in .jsonl [default: a text that is
+    /// built in]
     #[arg(long, value_name = "FILE", conflicts_with = "ids")]
     prompt: Option<PathBuf>,
     /// Token ids to run
@@ -70,9 +71,9 @@ pub(crate) struct CheckArgs {
     /// Most tokens to run with teacher forcing
     #[arg(long, value_name = "N", default_value_t = 96)]
     steps: usize,
-    /// Tokens of the greedy continuation; 0 for none
-    #[arg(long, value_name = "N", default_value_t = 32)]
-    greedy: usize,
+    /// Tokens of the greedy continuation; 0 for none [default: 32]
+    #[arg(long, value_name = "N")]
+    greedy: Option<usize>,
     /// Prompt tokens before the greedy continuation
     #[arg(long, value_name = "N", default_value_t = 16)]
     greedy_prompt: usize,
@@ -109,7 +110,27 @@ impl CheckArgs {
     pub(crate) fn of_tokens(ids: Option<Vec<u32>>, steps: usize) -> Self {
         Self { ids, steps, ..Self::default() }
     }
+
+    fn greedy(&self) -> usize {
+        self.greedy.unwrap_or(32)
+    }
 }
+
+/// The options of whoever runs something, which outputs that are there have no use for.
+const OF_RUNNERS: [&str; 12] = [
+    "against",
+    "graph",
+    "record",
+    "runner",
+    "against_runner",
+    "prompt",
+    "ids",
+    "steps",
+    "greedy",
+    "greedy_prompt",
+    "min_greedy",
+    "no_layers",
+];
 
 /// Context of a comparison of two checkpoints, which bring none of their own.
 const CHECKPOINT_CONTEXT: usize = 4096;
@@ -345,7 +366,7 @@ pub(crate) fn check_and_print(
     }
     let options = CheckOptions {
         steps: Some(args.steps),
-        greedy: args.greedy,
+        greedy: args.greedy(),
         greedy_prompt: args.greedy_prompt,
         tie_margin: args.tie_margin,
         min_snr,
@@ -355,7 +376,7 @@ pub(crate) fn check_and_print(
     if test_kind == RunnerKind::Htp {
         let forced = args.steps.min(ids.len()).min(spec.context) / spec.tokens;
         let prompt = args.greedy_prompt.div_ceil(spec.tokens);
-        let greedy = if args.greedy > 0 { prompt.saturating_add(args.greedy) } else { 0 };
+        let greedy = if args.greedy() > 0 { prompt.saturating_add(args.greedy()) } else { 0 };
         let steps = forced.saturating_add(greedy.min(spec.context));
         estimate(right.as_mut(), steps, args.ort.limits().time, printer)?;
     }

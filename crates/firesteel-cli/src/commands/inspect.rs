@@ -1,7 +1,7 @@
 use super::compile::print_compiled;
 use crate::printer::{Printer, mebibytes, table};
 use crate::source::ModelSource;
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_checkpoint::{Checkpoint, Head, LayerKind, ModelConfig, Weight};
@@ -23,7 +23,7 @@ pub(crate) struct Inspect {
     #[arg(long, value_name = "N,N,…", value_delimiter = ',')]
     #[arg(default_values_t = [4096, 32768, 131_072, 1_048_576])]
     context: Vec<usize>,
-    /// Read an artifact's weights whole and compare them with their hashes
+    /// Read all files of an artifact and compare them with their hashes
     #[arg(long)]
     verify: bool,
     /// Print JSON
@@ -178,6 +178,13 @@ impl Inspect {
                 print_artifact(artifact.manifest(), printer)?;
             }
             return Ok(ExitCode::SUCCESS);
+        }
+        if self.verify {
+            bail!(
+                "--verify goes with an artifact, whose manifest has the hashes of its files; {} \
+                 is none",
+                self.path.display()
+            );
         }
         let ModelSource { config, checkpoint, warnings } = ModelSource::open(&self.path)?;
         let report = self.report(&config, checkpoint.as_ref(), warnings)?;

@@ -723,6 +723,8 @@ fn damaged_weights_are_found() {
     let artifact = with_table(&checkpoint, &options(&checkpoint), &out);
     artifact.verify().unwrap();
     stdout(&["inspect", argument(&out), "--verify"]);
+    let talk = refusal(&["inspect", &mini_path(), "--verify"]);
+    assert!(talk.contains("--verify goes with an artifact"), "{talk}");
     for name in ["model.onnx.data", "embedding.bin"] {
         let file = out.join(name);
         let original = std::fs::read(&file).unwrap();
@@ -736,9 +738,11 @@ fn damaged_weights_are_found() {
         }
         let expected = format!("{}: is damaged", file.display());
         let mini = mini_path();
+        let (tiny, text) = ("models/spark-tiny", "tests/golden/spark-tiny/heldout.txt");
         for arguments in [
             &["inspect", argument(&out), "--verify"][..],
             &["check", argument(&out), "--against", &mini, "--min-snr=-100"],
+            &["check", argument(&out), "--against", tiny, "--text", text],
         ] {
             let talk = refusal(arguments);
             assert!(talk.contains(&expected), "{arguments:?}: {talk}");

@@ -89,7 +89,7 @@ fn help_of_inspect() {
 
     Options:
           --context <N,N,…>  Contexts to give the KV cache's memory for [default: 4096 32768 131072 1048576]
-          --verify           Read an artifact's weights whole and compare them with their hashes
+          --verify           Read all files of an artifact and compare them with their hashes
           --json             Print JSON
       -h, --help             Print help
     ");
@@ -278,7 +278,7 @@ fn help_of_check() {
               Time of that process, in seconds [default: 3600]
 
           --prompt <FILE>
-              File with the text to run [default: a text that is built in]
+              File with the text to run, or conversations where it ends in .jsonl [default: a text that is built in]
 
           --ids <ID,ID,…>
               Token ids to run
@@ -289,9 +289,7 @@ fn help_of_check() {
               [default: 96]
 
           --greedy <N>
-              Tokens of the greedy continuation; 0 for none
-
-              [default: 32]
+              Tokens of the greedy continuation; 0 for none [default: 32]
 
           --greedy-prompt <N>
               Prompt tokens before the greedy continuation
@@ -324,9 +322,7 @@ fn help_of_check() {
               Most tokens of --text [default: all]
 
           --sequence <N>
-              Most tokens of a sequence that --text is cut into, or each of its conversations
-
-              [default: 512]
+              Most tokens of a sequence that --text is cut into, or each of its conversations [default: 512, or the context of an artifact where that is shorter]
 
           --near-tie <GAP>
               Logit gap below which another choice of --text or --prompts is a near tie

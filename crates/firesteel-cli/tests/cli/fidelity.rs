@@ -99,13 +99,17 @@ fn options_that_would_do_nothing_are_refused() {
     let tiny = ["check", SPARK_TINY, "--against", SPARK_TINY];
     let prompts = ["--prompts", PROMPTS];
     let text = ["--text", HELD_OUT];
-    let cases: [(&[&str], &[&str], &str); 18] = [
+    let cases: [(&[&str], &[&str], &str); 22] = [
         (&prompts, &["--greedy", "0"], "--greedy 0: --prompts compares continuations; 1 or more"),
         (&prompts, &["--greedy", "18446744073709551615"], "they exceed the context of 4096"),
         (&prompts, &["--min-exact", "1.5"], "--min-exact 1.5: a share from 0 to 1 is accepted"),
         (&prompts, &["--min-kept", "NaN"], "--min-kept NaN: a share from 0 to 1 is accepted"),
         (&prompts, &["--min-snr", "40"], "--min-snr does nothing with --prompts alone"),
         (&prompts, &["--sequence", "40"], "--text <FILE>"),
+        (&text, &["--sequence", "0"], "--sequence <N>"),
+        (&text, &["--sequence", "5000"], "--sequence 5000: the step has a context of 4096"),
+        (&text, &["--greedy", "9"], "--greedy does nothing with --text alone"),
+        (&text, &["--min-greedy", "1"], "cannot be used with"),
         (&text, &["--min-exact", "1"], "--prompts <FILE>"),
         (&text, &["--kv", "q8"], "--kv q8 does nothing on the engine"),
         (&text, &["--against-kv", "f16"], "--against-kv f16 does nothing on the engine"),
@@ -127,4 +131,28 @@ fn options_that_would_do_nothing_are_refused() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Figures over sequences of other lengths are not comparable.
+#[test]
+fn a_text_is_cut_by_a_shorter_context_only_with_a_word() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("artifact");
+    stdout(&["export", SPARK_TINY, "--context", "48", "--embedding", "--out", argument(&out)]);
+    let check = ["check", argument(&out), "--against", SPARK_TINY, "--text", HELD_OUT];
+    let with = |options: &[&str]| {
+        let output = firesteel(&[&check[..], options].concat());
+        assert!(output.status.success(), "{output:?}");
+        (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let warned = "sequences of 48 tokens, the context of the step, not of 512";
+    let (report, talk) = with(&["--tokens", "100"]);
+    assert!(report.contains("text of 100 tokens in 3 sequences of up to 48\n"), "{report}");
+    assert!(talk.contains(warned), "{talk}");
+    for options in [&["--tokens", "48"][..], &["--tokens", "60", "--sequence", "40"]] {
+        let (_, talk) = with(options);
+        assert!(!talk.contains("sequences of"), "{options:?}: {talk}");
+    }
+    let talk = refusal(&[&check[..], &["--tokens", "60", "--sequence", "49"]].concat());
+    assert!(talk.contains("--sequence 49: the step has a context of 48; up to that"), "{talk}");
 }

@@ -272,6 +272,10 @@ fn files_that_are_not_a_kits_are_refused() {
     assert!(talk.contains("is no kit"), "{talk}");
     let talk = refusal(&["check", argument(&kit)]);
     assert!(talk.contains("--against"), "{talk}");
+    for nothing in ["--runner=ort", "--steps=3", "--greedy=0", "--no-layers", "--prompt=text"] {
+        let talk = refusal(&[&check[..], &[nothing]].concat());
+        assert!(talk.contains("cannot be used with"), "{nothing}: {talk}");
+    }
     let text = std::fs::read_to_string(kit.join("kit.json")).unwrap();
     for (from, to, reason) in [
         ("\"steps\": 3", "\"steps\": 0", "0 steps of 1 tokens"),

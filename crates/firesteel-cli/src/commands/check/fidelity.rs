@@ -15,12 +15,22 @@ use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
 use firesteel_step::{Logits, StepOptions, StepSpec, Wanted};
 use firesteel_tensor::DType;
 use serde::Serialize;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// The options of a comparison of tensors, which one of texts or prompts has no use for.
-const OF_TENSORS: [&str; 8] =
-    ["prompt", "ids", "steps", "greedy_prompt", "tie_margin", "no_layers", "record", "outputs"];
+const OF_TENSORS: [&str; 9] = [
+    "prompt",
+    "ids",
+    "steps",
+    "greedy_prompt",
+    "min_greedy",
+    "tie_margin",
+    "no_layers",
+    "record",
+    "outputs",
+];
 
 #[derive(Debug, Clone, Args)]
 #[command(group = ArgGroup::new("corpus").args(["text", "prompts"]).multiple(true))]
@@ -36,9 +46,10 @@ pub(crate) struct FidelityArgs {
     /// Most tokens of --text [default: all]
     #[arg(long, value_name = "N", requires = "text")]
     tokens: Option<usize>,
-    /// Most tokens of a sequence that --text is cut into, or each of its conversations
-    #[arg(long, value_name = "N", default_value_t = 512, requires = "text")]
-    sequence: usize,
+    /// Most tokens of a sequence that --text is cut into, or each of its conversations [default:
+    /// 512, or the context of an artifact where that is shorter]
+    #[arg(long, value_name = "N", requires = "text")]
+    sequence: Option<NonZeroUsize>,
     /// Logit gap below which another choice of --text or --prompts is a near tie
     #[arg(long, value_name = "GAP", default_value_t = 0.05, requires = "corpus")]
     near_tie: f64,
@@ -81,6 +92,9 @@ pub(crate) struct FidelityReport {
     exceeded: Vec<String>,
     pub(crate) passed: bool,
 }
+
+/// Tokens of a sequence where nothing is said.
+const SEQUENCE: NonZeroUsize = NonZeroUsize::new(512).unwrap();
 
 /// Tokens of a step over known tokens.
 const CHUNK: usize = 64;
@@ -126,23 +140,27 @@ impl FidelityArgs {
             None => Vec::new(),
         };
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let continued = if prompts.is_empty() { 0 } else { longest.saturating_add(args.greedy) };
+        let continued = if prompts.is_empty() { 0 } else { longest.saturating_add(args.greedy()) };
         let text = texts.iter().map(Vec::len).max().unwrap_or(0);
-        let context = self.sequence.min(text).max(continued).max(CHUNK);
+        let asked = self.sequence.unwrap_or(SEQUENCE).get().min(text);
+        let context = asked.max(continued).max(CHUNK);
         let manifest = [reference, test].into_iter().find_map(Source::manifest);
         // Of a prompt nobody wants more than the last logits.
         let prompt = if self.prompts.is_some() { CHUNK } else { 1 };
+        for source in [test, reference] {
+            source.verify()?;
+        }
         let mut side = |source: &Source, kind, kv| {
             let options = DecoderOptions { kind, ort: &args.ort, prompt, all_logits: CHUNK, kv };
             source.decoder(&step(source, manifest, context)?, &options, printer)
         };
         let mut left = side(reference, kinds[0], formats[0])?;
         let mut right = side(test, kinds[1], formats[1])?;
-        let sequence = self.sequence.min(left.context());
+        let sequence = self.fitting(asked, left.context().min(right.context()), printer)?;
         let sequences: Vec<&[u32]> =
             texts.iter().flat_map(|ids| ids.chunks(sequence.max(1))).collect();
         if kinds[1] == RunnerKind::Htp {
-            let continued = prompts.iter().map(|ids| ids.len().saturating_add(args.greedy));
+            let continued = prompts.iter().map(|ids| ids.len().saturating_add(args.greedy()));
             let all = sequences.iter().map(|ids| ids.len()).chain(continued);
             let steps = all.fold(0, usize::saturating_add);
             let limit = args.ort.limits().time;
@@ -175,13 +193,35 @@ impl FidelityArgs {
         if self.prompts.is_some() {
             let ends = reference.config()?.eos_token_ids;
             let options =
-                PromptOptions { tokens: args.greedy, tie_margin: self.near_tie, ends: &ends };
+                PromptOptions { tokens: args.greedy(), tie_margin: self.near_tie, ends: &ends };
             let prompts = compare_prompts(left.as_mut(), right.as_mut(), &prompts, &options)?;
             self.judge_prompts(&prompts, &mut report.exceeded);
             report.prompts = Some(prompts);
         }
         report.passed = report.exceeded.is_empty();
         Ok(report)
+    }
+
+    /// The tokens of a sequence, of which `asked` are wanted and `context` fit.
+    fn fitting(
+        &self,
+        asked: usize,
+        context: usize,
+        printer: &mut Printer,
+    ) -> anyhow::Result<usize> {
+        if asked <= context {
+            return Ok(asked);
+        }
+        if let Some(asked) = self.sequence {
+            bail!(
+                "--sequence {asked}: the step has a context of {context}; up to that is accepted"
+            );
+        }
+        printer.warn(&format!(
+            "the text is cut into sequences of {context} tokens, the context of the step, not of \
+             {SEQUENCE}: compare the figures with those of the same --sequence only"
+        ));
+        Ok(context)
     }
 
     /// Whether anything can be missed.
@@ -241,7 +281,10 @@ impl FidelityArgs {
                  bars, and --text has logits to compare"
             );
         }
-        if self.prompts.is_some() && args.greedy == 0 {
+        if args.greedy.is_some() && self.prompts.is_none() {
+            bail!("--greedy does nothing with --text alone; it is for --prompts");
+        }
+        if self.prompts.is_some() && args.greedy() == 0 {
             bail!("--greedy 0: --prompts compares continuations; 1 or more tokens are accepted");
         }
         Ok(())
@@ -349,7 +392,10 @@ pub(crate) fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::R
     print_settings(&report.reference, &report.reference_settings, printer)?;
     print_settings(&report.test, &report.test_settings, printer)?;
     if let Some(text) = &report.text {
-        printer.line(format!("text of {} tokens in {} sequences", text.tokens, text.sequences))?;
+        printer.line(format!(
+            "text of {} tokens in {} sequences of up to {}",
+            text.tokens, text.sequences, text.longest
+        ))?;
         let percent = |share: f64| format!("{:.2} %", 100.0 * share);
         let rows = [
             ("logits", decibels(&text.logits)),
