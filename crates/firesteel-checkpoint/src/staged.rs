@@ -1,6 +1,7 @@
 use fs_err as fs;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use std::ffi::{OsStr, OsString};
+use std::fs::TryLockError;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -94,8 +95,7 @@ impl StagedFile {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 created => created?,
             };
-            // Between creation and lock another process may have taken it for abandoned.
-            if file.file().try_lock().is_ok() && is_named(&file, &path)? {
+            if is_kept(&file, &path)? {
                 register(&path);
                 return Ok(Self { path, target, replace: replace.is_some(), file });
             }
@@ -156,8 +156,11 @@ impl StagedFolder {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 created => created?,
             }
-            // Between creation and lock another process may have taken it for abandoned.
-            if let Some(lock) = lock(&path)? {
+            let lock = match fs::File::open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                opened => opened?,
+            };
+            if is_kept(&lock, &path)? {
                 let replace = matches!(replace, Replace::If(_));
                 register(&path);
                 return Ok(Self { path, target, replace, _lock: lock });
@@ -293,12 +296,16 @@ fn may_replace(target: &Path, replace: Replace<'_>) -> io::Result<()> {
     }
 }
 
+/// Locks what was just made as `path`; false when another process took it for abandoned before
+/// that. Where the file system has no locks, nobody takes anything.
+fn is_kept(file: &fs::File, path: &Path) -> io::Result<bool> {
+    let held = matches!(file.file().try_lock(), Err(TryLockError::WouldBlock));
+    Ok(!held && is_named(file, path)?)
+}
+
 /// Locks what still bears its name; `None` when another process holds or removed it.
-fn lock(path: &Path) -> io::Result<Option<fs::File>> {
-    let file = match fs::File::open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
+fn lock_abandoned(path: &Path) -> io::Result<Option<fs::File>> {
+    let file = fs::File::open(path)?;
     let locked = file.file().try_lock().is_ok() && is_named(&file, path)?;
     Ok(locked.then_some(file))
 }
@@ -323,7 +330,7 @@ fn remove_abandoned(parent: &Path, prefix: &OsStr) {
             continue;
         }
         let path = entry.path();
-        if let Ok(Some(_lock)) = lock(&path) {
+        if let Ok(Some(_lock)) = lock_abandoned(&path) {
             let _ = if kind.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         }
     }
