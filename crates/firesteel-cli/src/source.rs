@@ -11,7 +11,7 @@ use firesteel_engine::{
     CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
 };
 use firesteel_generate::{AddedTokens, ChatTemplate, Conversation, GenerationConfig, Tokenizer};
-use firesteel_ort::qnn::{HtpOptions, Limits, free_memory};
+use firesteel_ort::qnn::{HtpOptions, Limits};
 use firesteel_ort::{Optimization, OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{Decoder, Embedding, Logits, Runner, RunnerError, StepDecoder, StepSpec};
 use firesteel_tensor::TensorView;
@@ -75,9 +75,8 @@ impl OrtArgs {
 
     /// The limits of a process that compiles or emulates.
     pub(crate) fn limits(&self) -> Limits {
-        let free = || free_memory().map_or(u64::MAX, |free| free / 10 * 9);
         Limits {
-            memory: self.memory_limit.map_or_else(free, |mebibytes| mebibytes << 20),
+            memory: self.memory_limit.map(|mebibytes| mebibytes << 20),
             time: Duration::from_secs(self.time_limit.unwrap_or(TIME_LIMIT)),
         }
     }

@@ -508,7 +508,7 @@ fn worker() -> WorkerCommand {
     }
 }
 
-const LIMITS: Limits = Limits { memory: 8 << 30, time: Duration::from_secs(300) };
+const LIMITS: Limits = Limits { memory: None, time: Duration::from_secs(300) };
 
 fn request<'a>(models: &'a [ContextModel], worker: &'a WorkerCommand) -> CompileRequest<'a> {
     CompileRequest {
@@ -590,7 +590,7 @@ fn failures_of_the_child_say_why_and_what_next() {
     }
 
     for (limits, part) in [
-        (Limits { memory: 1 << 20, ..LIMITS }, "the limit is 1 MiB; raise --memory-limit"),
+        (Limits { memory: Some(1 << 20), ..LIMITS }, "the limit is 1 MiB; raise --memory-limit"),
         (Limits { time: Duration::ZERO, ..LIMITS }, "the limit is 0 s; raise --time-limit"),
     ] {
         let small = CompileRequest { limits, ..request(&models, &ours) };

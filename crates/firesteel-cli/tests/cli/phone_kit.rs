@@ -409,7 +409,7 @@ fn a_compiled_kit_runs_on_the_emulator() {
         program: env!("CARGO_BIN_EXE_firesteel").into(),
         arguments: vec!["worker".into()],
     };
-    let limits = Limits { memory: 8 << 30, time: Duration::from_secs(300) };
+    let limits = Limits { memory: None, time: Duration::from_secs(300) };
     let options = HtpOptions { library: None, worker, limits };
     let mut open: Option<(PathBuf, HtpModel)> = None;
     run_kit(&kit, &back, &mut |path, inputs| {

@@ -21,8 +21,8 @@ pub struct WorkerCommand {
 /// What a child process may use; beyond it is ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Bytes of memory that are resident.
-    pub memory: u64,
+    /// Bytes of memory that are resident; `None` for nine tenths of what is free when it starts.
+    pub memory: Option<u64>,
     /// Time.
     pub time: Duration,
 }
@@ -36,7 +36,7 @@ pub(crate) struct Usage {
 
 /// Bytes of memory that programs could still get, by the kernel's estimate; `None` where it gives
 /// none.
-pub fn free_memory() -> Option<u64> {
+fn free_memory() -> Option<u64> {
     kibibytes(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
 }
 
@@ -62,6 +62,8 @@ pub(crate) struct Worker {
     folder: PathBuf,
     model: String,
     action: &'static str,
+    memory_limit: u64,
+    time_limit: Duration,
     usage: Usage,
     started: Instant,
     /// Time that it had nothing to do.
@@ -78,7 +80,10 @@ impl Worker {
         job: &Job,
         folder: &Path,
         pipes: bool,
+        limits: Limits,
     ) -> Result<Self, OrtError> {
+        let most = || free_memory().map_or(u64::MAX, |free| free / 10 * 9);
+        let (memory_limit, time_limit) = (limits.memory.unwrap_or_else(most), limits.time);
         let (model, action) = (job.model(), job.action());
         let text = serde_json::to_vec_pretty(job).map_err(std::io::Error::other)?;
         fs::write(folder.join(JOB), text)?;
@@ -106,7 +111,18 @@ impl Worker {
         let (usage, started) = (Usage::default(), Instant::now());
         let (idle, waiting) = (Duration::ZERO, None);
         let folder = folder.to_owned();
-        Ok(Self { child, folder, model, action, usage, started, idle, waiting })
+        Ok(Self {
+            child,
+            folder,
+            model,
+            action,
+            memory_limit,
+            time_limit,
+            usage,
+            started,
+            idle,
+            waiting,
+        })
     }
 
     /// From now on until [`Worker::busy`] its time does not count.
@@ -137,20 +153,20 @@ impl Worker {
     }
 
     /// Ends the child when it is beyond a limit.
-    pub(crate) fn enforce(&mut self, limits: Limits) -> Result<(), OrtError> {
+    pub(crate) fn enforce(&mut self) -> Result<(), OrtError> {
         let usage = self.usage();
-        let reason = if usage.peak_memory > limits.memory {
+        let reason = if usage.peak_memory > self.memory_limit {
             format!(
                 "was ended at {} MiB of memory, the limit is {} MiB; raise --memory-limit, or \
                  compile fewer layers at once (--split)",
                 usage.peak_memory >> 20,
-                limits.memory >> 20
+                self.memory_limit >> 20
             )
-        } else if usage.time > limits.time {
+        } else if usage.time > self.time_limit {
             format!(
                 "was ended after {} s, the limit is {} s; raise --time-limit",
                 usage.time.as_secs(),
-                limits.time.as_secs()
+                self.time_limit.as_secs()
             )
         } else {
             return Ok(());
@@ -160,11 +176,7 @@ impl Worker {
     }
 
     /// Waits for the end; `heartbeat` hears the usage meanwhile.
-    pub(crate) fn finish(
-        &mut self,
-        limits: Limits,
-        heartbeat: &mut dyn FnMut(Usage),
-    ) -> Result<Usage, OrtError> {
+    pub(crate) fn finish(&mut self, heartbeat: &mut dyn FnMut(Usage)) -> Result<Usage, OrtError> {
         loop {
             if let Some(status) = self.child.try_wait()? {
                 self.usage.time = self.worked();
@@ -173,7 +185,7 @@ impl Worker {
                 }
                 return Err(self.failure(ended(status)));
             }
-            self.enforce(limits)?;
+            self.enforce()?;
             heartbeat(self.usage);
             std::thread::sleep(INTERVAL);
         }

@@ -94,9 +94,8 @@ pub fn compile_contexts(
         account: request.account,
         cpu_nodes: request.cpu_nodes == CpuNodes::Kept,
     });
-    let mut worker = Worker::start(request.worker, &job, folder, false)?;
-    let usage = worker
-        .finish(request.limits, &mut |Usage { time, peak_memory }| heartbeat(time, peak_memory))?;
+    let mut worker = Worker::start(request.worker, &job, folder, false, request.limits)?;
+    let usage = worker.finish(&mut |Usage { time, peak_memory }| heartbeat(time, peak_memory))?;
     match read_reply(folder) {
         Ok(Reply::Done) => {}
         Ok(Reply::Failed(message)) => return Err(worker.failure(format!("failed: {message}"))),

@@ -14,7 +14,7 @@ mod runner;
 mod soc;
 mod worker;
 
-pub use child::{Limits, WorkerCommand, free_memory};
+pub use child::{Limits, WorkerCommand};
 pub use compile::{CompileOutcome, CompileRequest, ContextModel, CpuNodes, compile_contexts};
 pub use diagnosis::{Diagnosis, diagnose};
 pub use library::{QnnLibrary, find_qnn};

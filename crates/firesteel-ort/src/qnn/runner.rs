@@ -34,7 +34,6 @@ pub struct HtpModel {
     outputs: Vec<Place>,
     settings: Vec<(String, String)>,
     worker: Worker,
-    limits: Limits,
     requests: ChildStdin,
     answers: Receiver<Answer>,
     /// Time of the last run.
@@ -62,7 +61,7 @@ impl HtpModel {
         let folder = TempDir::new()?;
         let name = context.display().to_string();
         let job = Job::Run(RunJob { libraries, context, performance: Performance::Default });
-        let mut worker = Worker::start(&options.worker, &job, folder.path(), true)?;
+        let mut worker = Worker::start(&options.worker, &job, folder.path(), true, options.limits)?;
         let (Some(requests), Some(mut stdout)) =
             (worker.child.stdin.take(), worker.child.stdout.take())
         else {
@@ -91,7 +90,6 @@ impl HtpModel {
             outputs: Vec::new(),
             settings: settings.map(|(key, value)| (key.to_owned(), value.to_owned())).into(),
             worker,
-            limits: options.limits,
             requests,
             answers,
             last_run: None,
@@ -117,7 +115,7 @@ impl HtpModel {
                 Ok(Ok(Some(Err(message)))) => {
                     return Err(self.worker.failure(format!("failed: {message}")));
                 }
-                Err(RecvTimeoutError::Timeout) => self.worker.enforce(self.limits)?,
+                Err(RecvTimeoutError::Timeout) => self.worker.enforce()?,
                 Ok(Ok(None) | Err(_)) | Err(RecvTimeoutError::Disconnected) => {
                     let status = self.worker.child.wait()?;
                     return Err(self.worker.failure(ended(status)));
