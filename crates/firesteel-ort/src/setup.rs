@@ -240,12 +240,13 @@ fn setup(
         Err(TryLockError::WouldBlock) => {
             log(&format!("waiting for another process that installs {title}"));
             lock.file().lock()?;
-            if let Some(line) = present() {
-                log(&line);
-                return Ok(library);
-            }
         }
         Err(TryLockError::Error(error)) => return Err(error.into()),
+    }
+    // Another may have ended between the first look and the lock.
+    if let Some(line) = present() {
+        log(&line);
+        return Ok(library);
     }
 
     // Whoever holds the lock owns these folders; what is in them is left from a killed process.
