@@ -13,6 +13,8 @@ fn decode(file: &Path, cache: &Path, arguments: &[&str]) -> Value {
         .args(["bench", "decode", argument(file), "--json", "--threads", "2"])
         .args(arguments)
         .env("FIRESTEEL_CACHE", cache)
+        // Each thread that packs has a buffer.
+        .env("RAYON_NUM_THREADS", "2")
         .output()
         .unwrap();
     let talk = String::from_utf8_lossy(&output.stderr);

@@ -372,7 +372,7 @@ fn artifacts_that_cannot_generate_say_why() {
 fn a_reader_may_leave() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_firesteel"))
         .args(["generate", SPARK_TINY, "--prompt", "hi", "--temperature", "0"])
-        .args(["--max-tokens", "3000"])
+        .args(["--max-tokens", "3000", "--min-tokens", "3000"])
         .current_dir(crate::support::ROOT)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

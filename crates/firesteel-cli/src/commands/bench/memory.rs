@@ -18,9 +18,13 @@ impl MemoryWatch {
         let peak = Arc::new(AtomicU64::new(0));
         let (stop_too, peak_too) = (stop.clone(), peak.clone());
         let thread = thread::spawn(move || {
-            while !stop_too.load(Ordering::Relaxed) {
+            // Once at least, however soon it is stopped.
+            loop {
                 if let Some(bytes) = rss_anon() {
                     peak_too.fetch_max(bytes, Ordering::Relaxed);
+                }
+                if stop_too.load(Ordering::Relaxed) {
+                    break;
                 }
                 thread::sleep(Duration::from_millis(2));
             }
