@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::gguf::{GgufFile, string_value, strings_value, u32_value};
 use common::{Failures, GOLDEN, Model, SPARK_TINY, Stored, all_values, values, weights};
 use firesteel_checkpoint::{
     Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, GgufValue, Head, RandomWeights,
@@ -87,6 +88,44 @@ fn f16_has_the_data_and_the_metadata_of_the_public_converter() {
     }
     assert_eq!(ours.metadata().count(), theirs.metadata().count() + advice.len());
     assert_eq!(report.bytes, ours.bytes().len() as u64);
+}
+
+/// Author and licence stay with the model, and what was said of the old data does not.
+#[test]
+fn what_a_file_says_of_its_origin_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let mut file = GgufFile::tiny();
+    let kept = [
+        ("general.name", string_value("tiny")),
+        ("general.license", string_value("apache-2.0")),
+        ("general.tags", strings_value(&["text-generation", "", "on-device"])),
+        ("general.base_model.count", u32_value(1)),
+    ];
+    let left = [
+        ("general.alignment", u32_value(64)),
+        ("general.quantization_version", u32_value(1)),
+        ("quantize.imatrix.file", string_value("old")),
+    ];
+    for (key, value) in kept.iter().chain(&left) {
+        file.set(key, value.clone());
+    }
+    file.alignment = 64;
+    std::fs::write(&path, file.bytes()).unwrap();
+    let source = Checkpoint::open(&path).unwrap();
+    for name in [None, Some("another")] {
+        let options = GgufOptions { name, ..GgufOptions::new(F16) };
+        let (_dir, ours, _) = written(&source, options);
+        let (ours, theirs) = (ours.gguf().unwrap(), source.gguf().unwrap());
+        for (key, _) in &kept {
+            let named = name.filter(|_| *key == "general.name").map(GgufValue::String);
+            assert_eq!(ours.get(key), named.or_else(|| theirs.get(key)), "{key}");
+        }
+        for (key, _) in &left {
+            assert_eq!(ours.get(key), None, "{key}");
+        }
+        assert_eq!(ours.get("general.file_type"), Some(GgufValue::U32(1)));
+    }
 }
 
 #[test]

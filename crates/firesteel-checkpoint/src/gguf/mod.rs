@@ -375,6 +375,15 @@ impl Gguf {
         self.keys.iter().filter_map(|(key, at)| Some((&**key, self.value_at(*at)?)))
     }
 
+    /// The metadata in the order of the file, each value as it is stored: the code of its type first.
+    pub(super) fn stored_metadata(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.keys.iter().filter_map(|(key, at)| {
+            let mut cursor = Cursor { bytes: &self.bytes, at: *at };
+            cursor.typed_value().ok()?;
+            Some((&**key, self.bytes.get(*at..cursor.at)?))
+        })
+    }
+
     /// The tensors in the order of the file.
     pub fn tensors(&self) -> &[GgufTensor] {
         &self.tensors

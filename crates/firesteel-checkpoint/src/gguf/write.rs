@@ -9,7 +9,9 @@ use super::sampling::{Advice, SAMPLING, SamplingAdvice};
 use super::tokenizer::{
     ADD_BOS, CHAT_TEMPLATE, Described, MERGES, MODEL, NO_TOKENIZER, PRE, TOKEN_TYPES, TOKENS,
 };
-use super::{DEFAULT_ALIGNMENT, FORMATS, Gguf, GgufTokenizer, MAGIC, Type, stored_name};
+use super::{
+    ALIGNMENT_KEY, DEFAULT_ALIGNMENT, FORMATS, Gguf, GgufTokenizer, MAGIC, Type, stored_name,
+};
 use crate::blocks::dequantize;
 use crate::quantize::{WRITTEN, can_quantize, quantize};
 use crate::staged::StagedFile;
@@ -103,10 +105,12 @@ pub struct QuantizedTensor {
 const CHUNK: usize = 1 << 19;
 /// Version of the block formats, which files with blocks name.
 const QUANTIZATION_VERSION: u32 = 2;
+const QUANTIZATION: &str = "general.quantization_version";
 
 /// Writes `checkpoint` as a GGUF file that llama.cpp reads as well, with the tokenizer of
-/// [`GgufTokenizer::of_checkpoint`] and the advice on sampling of generation_config.json. What has no
-/// place in the format, such as a fourth end-of-sequence id, is left out, and the report says so.
+/// [`GgufTokenizer::of_checkpoint`] and the advice on sampling of generation_config.json; what a GGUF
+/// file says of its origin, such as author and licence, is taken over. What has no place in the
+/// format, such as a fourth end-of-sequence id, is left out, and the report says so.
 /// Weights are converted in parallel and never held as a whole; equal inputs give equal bytes on any
 /// number of threads.
 ///
@@ -429,7 +433,7 @@ fn header(
     metadata.model(checkpoint.config());
     metadata.u32(FILE_TYPE, file_type(options, tensors));
     if tensors.iter().any(|tensor| tensor.format.is_quantized()) {
-        metadata.u32("general.quantization_version", QUANTIZATION_VERSION);
+        metadata.u32(QUANTIZATION, QUANTIZATION_VERSION);
     }
     let mut warnings = Vec::from_iter(metadata.ids(checkpoint.config()));
     let sampling = SamplingAdvice::of_checkpoint(checkpoint)?;
@@ -449,6 +453,7 @@ fn header(
         None => metadata.string(MODEL, NO_TOKENIZER[0]),
     }
     if let Some(gguf) = checkpoint.gguf() {
+        metadata.about(gguf);
         warnings.extend(metadata.missing(gguf));
     }
 
@@ -597,6 +602,20 @@ impl Metadata {
                 1 + OTHER_ENDS.len()
             )
         })
+    }
+
+    /// What a file says of its origin: author, licence, what it was made of. The advice on sampling
+    /// has been taken over, and the layout of the old data is gone.
+    fn about(&mut self, gguf: &Gguf) {
+        for (key, stored) in gguf.stored_metadata() {
+            let layout = [ALIGNMENT_KEY, QUANTIZATION].contains(&key);
+            let about = key.starts_with("general.") && !key.starts_with(SAMPLING) && !layout;
+            if about && self.keys.insert(key.to_owned()) {
+                self.count += 1;
+                push_string(&mut self.bytes, key);
+                self.bytes.extend(stored);
+            }
+        }
     }
 
     /// What a file says of tokens and sampling and this metadata does not.
