@@ -79,11 +79,10 @@ impl Compiled {
             step.measured.clone_from(&now.measured);
         }
         if self.manifest != now {
-            let problem =
-                "is of another artifact than the one that was measured, so the result is \
-                           not recorded; check this one"
-                    .into();
-            return Err(CompileError::Content { file: self.folder.join(MANIFEST), problem });
+            let problem = "is of another artifact than the one that was measured, so the result \
+                           is not recorded; check this one";
+            let (file, problem) = (self.folder.join(MANIFEST), problem.into());
+            return Err(CompileError::Content { file, problem });
         }
         for step in self.manifest.steps.iter_mut().filter(|step| step.name == name) {
             step.measured = Some(measured.clone());
