@@ -1,11 +1,13 @@
 use crate::config::{CONFIG_FILE, read_config};
+use crate::family::{FedBy, Feeds, Size, Slot, SlotKind, SlotSpec, layer_name};
 use crate::folder::{Found, Tensors, exists, file_path, read_tensors};
-use crate::gguf::stored_name;
 use crate::json::shorten;
 use crate::mistaken::mistaken_file;
 use crate::random::{Amplified, Distribution, Generator, outlier_channels};
 use crate::weight::Piece;
-use crate::{CheckpointError, Gguf, GgufTokenizer, ModelConfig, RandomWeights, Weight, gguf};
+use crate::{
+    CheckpointError, Family, Gguf, GgufTokenizer, ModelConfig, RandomWeights, Weight, gguf,
+};
 use firesteel_tensor::{SharedBytes, element_count};
 use safetensors::Dtype;
 use std::collections::HashMap;
@@ -37,56 +39,59 @@ pub enum Head {
     Stored(Weight),
 }
 
-/// The weights of one layer. H is the hidden size, I the intermediate size.
+/// The weights of one layer, one for each slot of the family.
 #[derive(Debug, Clone)]
 pub struct LayerWeights {
-    /// `[H]`, before attention.
-    pub input_norm: Weight,
-    /// `[H]`, before the feed-forward layer.
-    pub post_attention_norm: Weight,
-    /// `[(heads + 2 × kv_heads) × head_dim, H]`: queries, keys, values; stored fused or apart.
-    pub qkv: Weight,
-    /// `[heads, H]`: the gate of each head's output.
-    pub head_gate: Weight,
-    /// `[H, heads × head_dim]`.
-    pub attention_out: Weight,
-    /// `[I, H]`.
-    pub mlp_gate: Weight,
-    /// `[I, H]`.
-    pub mlp_up: Weight,
-    /// `[H, I]`.
-    pub mlp_down: Weight,
+    family: Family,
+    /// In the order of the family's slots.
+    weights: Vec<Weight>,
 }
 
 impl LayerWeights {
-    /// All weights of the layer, in the order of the fields.
-    pub fn all(&self) -> [&Weight; 8] {
-        [
-            &self.input_norm,
-            &self.post_attention_norm,
-            &self.qkv,
-            &self.head_gate,
-            &self.attention_out,
-            &self.mlp_gate,
-            &self.mlp_up,
-            &self.mlp_down,
-        ]
+    /// The weights with what they are there for, in the order in which a token meets them.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static SlotSpec, &Weight)> {
+        self.family.slots().iter().zip(&self.weights)
     }
-}
 
-impl LayerWeights {
-    /// As [`LayerWeights::all`].
-    fn all_mut(&mut self) -> [&mut Weight; 8] {
-        [
-            &mut self.input_norm,
-            &mut self.post_attention_norm,
-            &mut self.qkv,
-            &mut self.head_gate,
-            &mut self.attention_out,
-            &mut self.mlp_gate,
-            &mut self.mlp_up,
-            &mut self.mlp_down,
-        ]
+    /// The weights, in the same order.
+    pub fn all(&self) -> &[Weight] {
+        &self.weights
+    }
+
+    /// The weights of a kind, in the same order.
+    pub fn of_kind(&self, kind: SlotKind) -> impl Iterator<Item = &Weight> {
+        self.iter().filter(move |(spec, _)| spec.kind == kind).map(|(_, weight)| weight)
+    }
+
+    /// The matrices that number formats are about.
+    pub fn matrices(&self) -> impl Iterator<Item = &Weight> {
+        self.of_kind(SlotKind::Matrix)
+    }
+
+    /// The weight that is there for `slot`; `None` where the family has none.
+    pub fn get(&self, slot: Slot) -> Option<&Weight> {
+        self.iter().find(|(spec, _)| spec.slot == slot).map(|(_, weight)| weight)
+    }
+
+    /// The weight that is there for `slot`.
+    ///
+    /// # Errors
+    /// When the family has none.
+    pub fn weight(&self, slot: Slot) -> Result<&Weight, CheckpointError> {
+        self.get(slot).ok_or(CheckpointError::NoSlot { family: self.family, slot })
+    }
+
+    /// The matrices in groups that are multiplied with the same value, in the order in which a token
+    /// meets them.
+    pub fn groups(&self) -> Vec<Vec<&Weight>> {
+        let mut groups: Vec<(FedBy, Vec<&Weight>)> = Vec::new();
+        for (spec, weight) in self.iter().filter(|(spec, _)| spec.kind == SlotKind::Matrix) {
+            match groups.last_mut() {
+                Some((fed_by, group)) if *fed_by == spec.fed_by => group.push(weight),
+                _ => groups.push((spec.fed_by, vec![weight])),
+            }
+        }
+        groups.into_iter().map(|(_, group)| group).collect()
     }
 }
 
@@ -99,9 +104,7 @@ pub struct CheckpointFile {
     pub bytes: SharedBytes,
 }
 
-/// Name of the embedding table.
-const EMBEDDING: &str = "model.embedding.weight";
-/// Name of the output head.
+/// Name of the output head, in every family.
 const HEAD: &str = "lm_head.weight";
 /// How many names an error lists.
 const SHOWN: usize = 4;
@@ -113,69 +116,39 @@ struct Expected {
     name: String,
     shape: Vec<usize>,
     /// The shape in keys of config.json.
-    meaning: &'static str,
+    meaning: String,
 }
 
 impl Expected {
-    fn new(name: impl Into<String>, shape: &[usize], meaning: &'static str) -> Self {
-        Self { name: name.into(), shape: shape.to_vec(), meaning }
+    fn new(name: String, shape: &[Size], config: &ModelConfig) -> Self {
+        let meaning = Size::meanings(shape);
+        Self { name, shape: shape.iter().map(|size| size.of(config)).collect(), meaning }
+    }
+
+    fn of_slot(spec: &SlotSpec, layer: usize, config: &ModelConfig) -> Self {
+        Self::new(spec.name(layer), spec.shape, config)
     }
 }
 
-/// The tensors of a layer, in the order of [`LayerWeights`]; `qkv` as stored when fused.
-fn layer_tensors(config: &ModelConfig, layer: usize) -> [Expected; 8] {
-    let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
-    let query = config.query_size();
-    let qkv = query + 2 * config.key_value_size();
-    let tensor = |part: &str, shape: &[usize], meaning| {
-        Expected::new(format!("model.layers.{layer}.{part}.weight"), shape, meaning)
-    };
-    [
-        tensor("input_layernorm", &[hidden], "[hidden_size]"),
-        tensor("post_attention_layernorm", &[hidden], "[hidden_size]"),
-        tensor(
-            "self_attn.q_k_v_proj",
-            &[qkv, hidden],
-            "[(num_attention_heads + 2 * num_key_value_heads) * head_dim, hidden_size]",
-        ),
-        tensor(
-            "self_attn.g_proj",
-            &[config.num_attention_heads, hidden],
-            "[num_attention_heads, hidden_size]",
-        ),
-        tensor(
-            "self_attn.out_proj",
-            &[hidden, query],
-            "[hidden_size, num_attention_heads * head_dim]",
-        ),
-        tensor("mlp.gate_proj", &[intermediate, hidden], "[intermediate_size, hidden_size]"),
-        tensor("mlp.up_proj", &[intermediate, hidden], "[intermediate_size, hidden_size]"),
-        tensor("mlp.down_proj", &[hidden, intermediate], "[hidden_size, intermediate_size]"),
-    ]
-}
-
-/// The three tensors that may stand for the fused projection of a layer.
-pub(crate) fn separate_names(layer: usize) -> [String; 3] {
-    ["q", "k", "v"].map(|part| format!("model.layers.{layer}.self_attn.{part}_proj.weight"))
+fn table_tensor(name: &str, config: &ModelConfig) -> Expected {
+    let shape = vec![config.vocab_size, config.hidden_size];
+    Expected { name: name.to_owned(), shape, meaning: "[vocab_size, hidden_size]".into() }
 }
 
 fn embedding_tensor(config: &ModelConfig) -> Expected {
-    let shape = [config.vocab_size, config.hidden_size];
-    Expected::new(EMBEDDING, &shape, "[vocab_size, hidden_size]")
+    table_tensor(config.family.embedding_name(), config)
 }
 
 fn final_norm_tensor(config: &ModelConfig) -> Expected {
-    Expected::new("model.norm.weight", &[config.hidden_size], "[hidden_size]")
+    let name = config.family.description().outer.final_norm.hugging_face;
+    Expected::new(name.to_owned(), &[Size::Hidden], config)
 }
 
 fn head_tensor(config: &ModelConfig) -> Expected {
-    Expected { name: HEAD.into(), ..embedding_tensor(config) }
+    table_tensor(HEAD, config)
 }
 
 impl Checkpoint {
-    /// Name of the embedding table, which can be the head too.
-    pub const EMBEDDING: &str = EMBEDDING;
-
     /// Name of a head that is stored apart from the embedding.
     pub const HEAD: &str = HEAD;
 
@@ -232,9 +205,7 @@ impl Checkpoint {
 
     fn open_gguf(path: &Path) -> Result<Self, CheckpointError> {
         let gguf = Gguf::open(path)?;
-        let head = stored_name(HEAD);
-        let tied = gguf.tensors().iter().all(|tensor| tensor.name != head);
-        let (config, warnings) = gguf::read_config(&gguf, tied)?;
+        let (config, warnings) = gguf::read_config(&gguf)?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let file: Arc<str> = (&*name).into();
         let found = gguf.tensors().iter().map(|tensor| {
@@ -266,37 +237,39 @@ impl Checkpoint {
                 Generator::new(&name, columns, distribution, amplified, &channels, options.seed);
             Weight::random(name, shape, options.dtype, generator)
         };
-        let matrix = |expected| make(expected, Distribution::Matrix, Amplified::Nothing);
-        let writer = |expected| make(expected, Distribution::Matrix, Amplified::Rows(8.0));
-        let norm = |expected| make(expected, Distribution::Norm, Amplified::Columns(4.0));
-
         let embedding =
             make(embedding_tensor(&config), Distribution::Matrix, Amplified::Columns(16.0));
         // The last norm is plain, so that the massive channels do not decide every logit.
         let final_norm = make(final_norm_tensor(&config), Distribution::Norm, Amplified::Nothing);
         let head = match config.tie_word_embeddings {
             true => Head::Tied,
-            false => Head::Stored(matrix(head_tensor(&config))),
+            false => {
+                let head = head_tensor(&config);
+                Head::Stored(make(head, Distribution::Matrix, Amplified::Nothing))
+            }
         };
         let layers: Vec<_> = (0..config.num_layers())
             .map(|layer| {
-                let [input, post, qkv, head_gate, out, gate, up, down] =
-                    layer_tensors(&config, layer);
-                LayerWeights {
-                    input_norm: norm(input),
-                    post_attention_norm: norm(post),
-                    qkv: matrix(qkv),
-                    head_gate: matrix(head_gate),
-                    attention_out: writer(out),
-                    mlp_gate: matrix(gate),
-                    mlp_up: matrix(up),
-                    mlp_down: writer(down),
-                }
+                let weight = |spec: &SlotSpec| {
+                    let distribution = match spec.kind {
+                        SlotKind::Norm => Distribution::Norm,
+                        SlotKind::Matrix | SlotKind::SmallMatrix => Distribution::Matrix,
+                    };
+                    // Massive channels are those of the residual stream.
+                    let amplified = match (spec.feeds, spec.shape) {
+                        (Feeds::Residual, _) => Amplified::Rows(8.0),
+                        (Feeds::Matrices, [Size::Hidden]) => Amplified::Columns(4.0),
+                        _ => Amplified::Nothing,
+                    };
+                    make(Expected::of_slot(spec, layer, &config), distribution, amplified)
+                };
+                let weights = config.family.slots().iter().map(weight).collect();
+                LayerWeights { family: config.family, weights }
             })
             .collect();
         let outer = 2 + usize::from(!config.tie_word_embeddings);
         Self {
-            tensor_count: outer + 8 * layers.len(),
+            tensor_count: outer + config.family.slots().len() * layers.len(),
             config,
             path: None,
             warnings: Vec::new(),
@@ -348,7 +321,7 @@ impl Checkpoint {
 
     /// Where the weight of that name is, but for the head.
     fn place(&mut self, name: &str) -> Option<&mut Weight> {
-        let layers = self.layers.iter_mut().flat_map(LayerWeights::all_mut);
+        let layers = self.layers.iter_mut().flat_map(|layer| &mut layer.weights);
         [&mut self.embedding, &mut self.final_norm]
             .into_iter()
             .chain(layers)
@@ -439,7 +412,8 @@ impl Parts<'_> {
         let Self { path, config, mut warnings, by_name, files, gguf } = self;
         let tensor_count = by_name.len();
         let is_gguf = gguf.is_some();
-        let mut taker = Taker { path, is_gguf, by_name, missing: 0, shown: Vec::new() };
+        let family = config.family;
+        let mut taker = Taker { path, is_gguf, family, by_name, missing: 0, shown: Vec::new() };
         let embedding = taker.take(embedding_tensor(&config))?;
         let final_norm = taker.take(final_norm_tensor(&config))?;
         let stored_head = match taker.has(HEAD) {
@@ -491,6 +465,7 @@ struct Taker<'a> {
     /// The folder or the GGUF file.
     path: &'a Path,
     is_gguf: bool,
+    family: Family,
     /// By the name that the file has for them.
     by_name: HashMap<String, Found>,
     missing: usize,
@@ -500,7 +475,7 @@ struct Taker<'a> {
 impl Taker<'_> {
     /// The name that the file has for a tensor.
     fn stored_name(&self, name: &str) -> String {
-        if self.is_gguf { stored_name(name) } else { name.to_owned() }
+        if self.is_gguf { self.family.gguf_name(name) } else { name.to_owned() }
     }
 
     /// The path of a file that holds tensors.
@@ -541,7 +516,7 @@ impl Taker<'_> {
                 tensor: name,
                 actual: shape,
                 expected: expected.shape.clone(),
-                meaning: expected.meaning,
+                meaning: expected.meaning.clone(),
             });
         }
         match format {
@@ -562,56 +537,47 @@ impl Taker<'_> {
         config: &ModelConfig,
         layer: usize,
     ) -> Result<Option<LayerWeights>, CheckpointError> {
-        let [input, post, qkv, head_gate, out, gate, up, down] = layer_tensors(config, layer);
-        let input_norm = self.take(input)?;
-        let post_attention_norm = self.take(post)?;
-        let qkv = self.qkv(config, layer, qkv)?;
-        self.check_gate_rows(layer, &head_gate)?;
-        let head_gate = self.take(head_gate)?;
-        let attention_out = self.take(out)?;
-        let mlp_gate = self.take(gate)?;
-        let mlp_up = self.take(up)?;
-        let mlp_down = self.take(down)?;
-        let build = || {
-            Some(LayerWeights {
-                input_norm: input_norm?,
-                post_attention_norm: post_attention_norm?,
-                qkv: qkv?,
-                head_gate: head_gate?,
-                attention_out: attention_out?,
-                mlp_gate: mlp_gate?,
-                mlp_up: mlp_up?,
-                mlp_down: mlp_down?,
-            })
-        };
-        Ok(build())
+        let mut weights = Vec::new();
+        for spec in self.family.slots() {
+            let expected = Expected::of_slot(spec, layer, config);
+            if spec.slot == Slot::HeadGate {
+                self.check_gate_rows(layer, &expected)?;
+            }
+            weights.push(self.slot(config, layer, spec, expected)?);
+        }
+        let weights = weights.into_iter().collect::<Option<Vec<_>>>();
+        Ok(weights.map(|weights| LayerWeights { family: self.family, weights }))
     }
 
-    /// The fused projection of a layer, stored as one tensor or as three.
-    fn qkv(
+    /// The weight of a slot, stored as one tensor or in its pieces.
+    fn slot(
         &mut self,
         config: &ModelConfig,
         layer: usize,
-        fused: Expected,
+        spec: &SlotSpec,
+        expected: Expected,
     ) -> Result<Option<Weight>, CheckpointError> {
-        let names = separate_names(layer);
+        let names: Vec<String> =
+            spec.pieces.iter().map(|piece| layer_name(layer, piece.hugging_face)).collect();
         let separate = names.iter().find(|name| !self.is_gguf && self.has(name)).cloned();
         let Some(separate) = separate else {
-            return self.take(fused);
+            return self.take(expected);
         };
-        if self.has(&fused.name) {
-            let folder = self.path.into();
-            return Err(CheckpointError::FusedAndSeparate { folder, layer, separate });
+        if self.has(&expected.name) {
+            return Err(CheckpointError::FusedAndSeparate {
+                folder: self.path.into(),
+                layer,
+                fused: format!("{}.weight", spec.names.hugging_face),
+                separate,
+            });
         }
-        let query = (config.query_size(), "[num_attention_heads * head_dim, hidden_size]");
-        let key_value = (config.key_value_size(), "[num_key_value_heads * head_dim, hidden_size]");
+        let columns = spec.shape.last().copied().unwrap_or(Size::Hidden);
         let mut pieces = Vec::new();
-        for (name, (rows, meaning)) in names.into_iter().zip([query, key_value, key_value]) {
-            let expected = Expected::new(name, &[rows, config.hidden_size], meaning);
-            pieces.push(self.take_piece(&expected)?);
+        for (name, piece) in names.into_iter().zip(spec.pieces) {
+            pieces.push(self.take_piece(&Expected::new(name, &[piece.rows, columns], config))?);
         }
         let pieces = pieces.into_iter().collect::<Option<Vec<_>>>();
-        Ok(pieces.map(|pieces| Weight::mapped(fused.name, fused.shape, pieces)))
+        Ok(pieces.map(|pieces| Weight::mapped(expected.name, expected.shape, pieces)))
     }
 
     fn check_gate_rows(&self, layer: usize, expected: &Expected) -> Result<(), CheckpointError> {
@@ -643,7 +609,7 @@ impl Taker<'_> {
             folder: self.path.into(),
             count: self.by_name.len(),
             shown: self.left(),
-            reason: meaning_of_unexpected(first, layers),
+            reason: meaning_of_unexpected(first, layers, self.family),
         })
     }
 
@@ -672,7 +638,7 @@ impl Taker<'_> {
 }
 
 /// What a tensor that the architecture does not have tells about the checkpoint.
-fn meaning_of_unexpected(name: &str, layers: usize) -> String {
+fn meaning_of_unexpected(name: &str, layers: usize, family: Family) -> String {
     let layer = name
         .strip_prefix("model.layers.")
         .or_else(|| name.strip_prefix("blk."))
@@ -691,7 +657,7 @@ fn meaning_of_unexpected(name: &str, layers: usize) -> String {
         }
         _ => format!(
             "it means another architecture than {}; accepted: exactly the tensors of this one",
-            crate::config::MODEL_TYPE
+            family.model_type()
         ),
     }
 }

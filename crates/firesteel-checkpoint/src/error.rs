@@ -1,4 +1,4 @@
-use crate::WeightFormat;
+use crate::{Family, Slot, WeightFormat};
 use firesteel_tensor::TensorError;
 use std::path::PathBuf;
 
@@ -44,7 +44,7 @@ pub enum CheckpointError {
         /// The value found, as JSON.
         value: String,
         /// The architectures of this version.
-        known: &'static str,
+        known: String,
         /// This version.
         version: &'static str,
     },
@@ -100,7 +100,7 @@ pub enum CheckpointError {
         /// The shape needed.
         expected: Vec<usize>,
         /// The needed shape in keys of config.json.
-        meaning: &'static str,
+        meaning: String,
     },
     /// A tensor that the model needs has an element type that cannot be read.
     #[error("{file}: {tensor} has dtype {dtype}; accepted: F32, F16, BF16{hint}")]
@@ -133,7 +133,7 @@ pub enum CheckpointError {
     },
     /// A layer has the fused projection and separate ones.
     #[error(
-        "{folder}: layer {layer} has both self_attn.q_k_v_proj.weight and {separate}; \
+        "{folder}: layer {layer} has both {fused} and {separate}; \
          accepted: the fused tensor or q_proj, k_proj and v_proj, not both"
     )]
     FusedAndSeparate {
@@ -141,6 +141,8 @@ pub enum CheckpointError {
         folder: PathBuf,
         /// The layer.
         layer: usize,
+        /// The fused tensor, within the layer.
+        fused: String,
         /// The first separate tensor.
         separate: String,
     },
@@ -227,6 +229,14 @@ pub enum CheckpointError {
         tensor: String,
         /// Its shape.
         shape: Vec<usize>,
+    },
+    /// A weight that the family of the model does not have.
+    #[error("layers of {family} have no {slot:?}; accepted: the weights of the family")]
+    NoSlot {
+        /// The family.
+        family: Family,
+        /// What the weight would be there for.
+        slot: Slot,
     },
     /// A number of layers that the model cannot be cut to.
     #[error("cannot cut the model to {requested} layers; accepted: 1 to {available}")]

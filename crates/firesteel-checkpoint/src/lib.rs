@@ -14,12 +14,12 @@ mod checkpoint;
 mod climb;
 mod config;
 mod error;
+mod family;
 mod folder;
 mod gguf;
 mod json;
 mod map;
 mod mistaken;
-mod preset;
 mod quantize;
 mod random;
 mod safetensors;
@@ -31,15 +31,18 @@ pub use blocks::WeightFormat;
 pub use cache::{cache_root, cache_root_of};
 pub use checkpoint::{Checkpoint, CheckpointFile, Head, LayerWeights};
 pub use climb::{Goal, Rung, climb};
-pub use config::{LayerKind, ModelConfig, Rope};
+pub use config::{LayerKind, ModelConfig, Rope, Yarn};
 pub use error::CheckpointError;
+pub use family::{
+    Activation, AttentionBlock, Block, Family, FedBy, Feeds, Half, MlpBlock, Size, Slot, SlotKind,
+    SlotSpec, preset, presets,
+};
 pub use gguf::{
     Effects, Formats, Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer,
     GgufValue, Importance, QuantizedTensor, Raised, allocate, can_raise, write_gguf,
 };
 pub use map::{FileIdentity, MappedFile, watch_lost_pages};
 pub use mistaken::mistaken_file;
-pub use preset::{preset, presets};
 pub use random::RandomWeights;
 pub use staged::{Replace, StagedFile, StagedFolder, remove_staged};
 pub use weight::Weight;

@@ -1,7 +1,7 @@
 //! Writes a checkpoint as a Hugging Face folder.
 
-use crate::checkpoint::separate_names;
 use crate::config::CONFIG_FILE;
+use crate::family::{SlotKind, layer_name};
 use crate::folder::{INDEX, SINGLE};
 use crate::{
     Checkpoint, CheckpointError, Head, ModelConfig, RandomWeights, Replace, StagedFolder, Weight,
@@ -122,25 +122,24 @@ fn stored_tensors(
         vec![(checkpoint.embedding().name().to_owned(), checkpoint.embedding().clone())];
     let config = checkpoint.config();
     for (number, layer) in checkpoint.layers().iter().enumerate() {
-        let mut push = |weight: &Weight| weights.push((weight.name().to_owned(), weight.clone()));
-        push(&layer.input_norm);
-        push(&layer.post_attention_norm);
-        if !options.separate_qkv {
-            push(&layer.qkv);
-        }
-        push(&layer.head_gate);
-        push(&layer.attention_out);
-        push(&layer.mlp_gate);
-        push(&layer.mlp_up);
-        push(&layer.mlp_down);
-        if options.separate_qkv {
-            let (query, key_value) = (config.query_size(), config.key_value_size());
-            let ends = [query, query + key_value, query + 2 * key_value];
-            let starts = [0, ends[0], ends[1]];
-            for ((name, start), end) in separate_names(number).into_iter().zip(starts).zip(ends) {
-                weights.extend(layer.qkv.rows(start..end).map(|part| (name, part)));
+        // Gains come first in a layer.
+        let (gains, matrices): (Vec<_>, Vec<_>) =
+            layer.iter().partition(|(spec, _)| spec.kind == SlotKind::Norm);
+        let mut pieces = Vec::new();
+        for (spec, weight) in gains.into_iter().chain(matrices) {
+            if !options.separate_qkv || spec.pieces.is_empty() {
+                weights.push((weight.name().to_owned(), weight.clone()));
+                continue;
+            }
+            let mut start = 0;
+            for piece in spec.pieces {
+                let end = start + piece.rows.of(config);
+                let name = layer_name(number, piece.hugging_face);
+                pieces.extend(weight.rows(start..end).map(|part| (name, part)));
+                start = end;
             }
         }
+        weights.append(&mut pieces);
     }
     weights.push((checkpoint.final_norm().name().to_owned(), checkpoint.final_norm().clone()));
     if let Head::Stored(head) = checkpoint.head() {

@@ -7,7 +7,7 @@ mod common;
 use common::{
     Failures, GOLDEN, Model, SPARK_TINY, Stored, all_values, bytes_as, object, values, weights,
 };
-use firesteel_checkpoint::{Checkpoint, Head};
+use firesteel_checkpoint::{Checkpoint, Head, Slot};
 use firesteel_tensor::DType;
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
@@ -74,8 +74,8 @@ fn golden_checkpoints_hold_the_stored_values() {
         assert_eq!(checkpoint.tensor_count(), tensors, "{name}");
         assert_eq!(checkpoint.path(), Some(dir.as_path()));
         assert_eq!(checkpoint.layers().len(), 8);
-        assert_eq!(checkpoint.layers()[0].qkv.shape(), [128, 64]);
-        assert_eq!(checkpoint.layers()[7].head_gate.shape(), [4, 64]);
+        assert_eq!(checkpoint.layers()[0].weight(Slot::QueryKeyValue).unwrap().shape(), [128, 64]);
+        assert_eq!(checkpoint.layers()[7].weight(Slot::HeadGate).unwrap().shape(), [4, 64]);
         let files: Vec<_> = checkpoint.files().iter().map(|file| file.name.as_str()).collect();
         assert_eq!(files.len(), shards + 1, "{files:?}");
         assert!(files.is_sorted() && files[0] == "config.json", "{files:?}");
@@ -341,7 +341,10 @@ fn fused_separate_and_sharded_weights_are_equal_bit_for_bit() {
             }
         }
         // Stretches that start and end inside of parts.
-        let (a, b) = (&fused.layers()[0].qkv, &other.layers()[0].qkv);
+        let (a, b) = (
+            fused.layers()[0].weight(Slot::QueryKeyValue).unwrap(),
+            other.layers()[0].weight(Slot::QueryKeyValue).unwrap(),
+        );
         for (first, count) in [(0, 0), (4095, 2), (63 * 64, 40 * 64), (128 * 64, 0)] {
             let (mut x, mut y) = (vec![0f32; count], vec![0f32; count]);
             a.read_f32(first, &mut x).unwrap();
@@ -365,10 +368,11 @@ fn parts_of_different_types_are_one_f32_weight() {
         k.dtype = Dtype::BF16;
     })
     .unwrap();
-    let qkv = &checkpoint.layers()[0].qkv;
+    let qkv = checkpoint.layers()[0].weight(Slot::QueryKeyValue).unwrap();
     assert_eq!((qkv.dtype(), qkv.bytes().is_none()), (DType::F32, true));
     let whole = open_with(|_| ()).unwrap();
-    let (read, exact) = (values(qkv), values(&whole.layers()[0].qkv));
+    let (read, exact) =
+        (values(qkv), values(whole.layers()[0].weight(Slot::QueryKeyValue).unwrap()));
     for (index, (&read, &exact)) in read.iter().zip(&exact).enumerate() {
         let rounded = bf16::from_f32(exact).to_f32();
         let expected = if (64 * 64..96 * 64).contains(&index) { rounded } else { exact };
@@ -381,7 +385,7 @@ fn parts_of_different_types_are_one_f32_weight() {
 #[test]
 fn keys_are_equal_exactly_for_equal_parts() {
     let checkpoint = open(&Path::new(GOLDEN).join("mini")).unwrap();
-    let weight = &checkpoint.layers()[0].qkv;
+    let weight = checkpoint.layers()[0].weight(Slot::QueryKeyValue).unwrap();
     assert_eq!(weight.key(), weight.clone().key());
     assert_eq!(weight.rows(0..128).unwrap().key(), weight.key());
     assert_eq!(

@@ -383,8 +383,8 @@ fn accepted_variations_read_as_documented() {
             "as it is",
             |_| {},
             |c| {
-                c.rope_full == Some(Rope { theta: 5e6, dims: 4 })
-                    && c.rope_sliding == Some(Rope { theta: 1e4, dims: 16 })
+                c.rope_full == Some(Rope::plain(5e6, 4))
+                    && c.rope_sliding == Some(Rope::plain(1e4, 16))
                     && c.eos_token_ids == [1]
                     && (c.bos_token_id, c.pad_token_id) == (Some(0), Some(2))
                     && c.dtype == Some(DType::F32)
@@ -415,7 +415,7 @@ fn accepted_variations_read_as_documented() {
         (
             "nested rotary factor left out is 1",
             |c| remove(&mut c["rope_parameters"]["sliding_attention"], "partial_rotary_factor"),
-            |c| c.rope_sliding == Some(Rope { theta: 1e4, dims: 16 }),
+            |c| c.rope_sliding == Some(Rope::plain(1e4, 16)),
             &[],
         ),
         (
@@ -642,8 +642,8 @@ proptest! {
         config.num_key_value_heads = heads;
         config.num_attention_heads = heads * group;
         config.head_dim = 2 * half.max(rotary);
-        config.rope_full = Some(Rope { theta, dims: 2 * rotary });
-        config.rope_sliding = Some(Rope { theta, dims: config.head_dim });
+        config.rope_full = Some(Rope::plain(theta, 2 * rotary));
+        config.rope_sliding = Some(Rope::plain(theta, config.head_dim));
         config.tie_word_embeddings = tied;
         config.layer_types = (0..layers).map(|i| LayerKind::ALL[i % 3 % 2]).collect();
         let read = ModelConfig::from_json(Path::new("c"), config.to_json().as_bytes()).unwrap();

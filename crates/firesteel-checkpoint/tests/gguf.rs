@@ -10,7 +10,7 @@ use common::gguf::{
 };
 use common::{Failures, Model, SPARK_TINY, all_values, bytes_as, values, weights};
 use firesteel_checkpoint::{
-    Checkpoint, Gguf, GgufTokenizer, GgufValue, Head, LayerKind, Weight, WeightFormat,
+    Checkpoint, Gguf, GgufTokenizer, GgufValue, Head, LayerKind, Slot, Weight, WeightFormat,
 };
 use firesteel_tensor::DType;
 use half::f16;
@@ -319,7 +319,7 @@ fn one_head_may_have_a_gate_of_one_dimension() {
             tensor.bytes.truncate(count as usize * 4);
         }
     });
-    assert_eq!(checkpoint.unwrap().layers()[0].head_gate.shape(), [1, 64]);
+    assert_eq!(checkpoint.unwrap().layers()[0].weight(Slot::HeadGate).unwrap().shape(), [1, 64]);
 }
 
 #[test]

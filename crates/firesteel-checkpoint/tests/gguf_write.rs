@@ -7,7 +7,7 @@ mod common;
 use common::gguf::{GgufFile, string_value, strings_value, u32_value};
 use common::{Failures, GOLDEN, Model, SPARK_TINY, Stored, all_values, values, weights};
 use firesteel_checkpoint::{
-    Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, GgufValue, Head, RandomWeights,
+    Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, GgufValue, Head, RandomWeights, Slot,
     WeightFormat, allocate, can_raise, preset, write_gguf,
 };
 use firesteel_tensor::DType;
@@ -181,13 +181,15 @@ fn what_is_kept_in_float_is_exact() {
 #[test]
 fn importance_lowers_the_weighted_error() {
     let exact = spark_tiny();
-    let weight = &exact.layers()[1].mlp_down;
+    let weight = exact.layers()[1].weight(Slot::MlpDown).unwrap();
     let columns = weight.shape()[1];
     let importance: Vec<f32> =
         (0..columns).map(|c| ((c * 29 % 31) as f32 / 10.0).powi(3)).collect();
     let of = |name: &str| (name == weight.name()).then(|| importance.clone());
     let weighted = |checkpoint: &Checkpoint| -> f64 {
-        let pairs = values(weight).into_iter().zip(values(&checkpoint.layers()[1].mlp_down));
+        let pairs = values(weight)
+            .into_iter()
+            .zip(values(checkpoint.layers()[1].weight(Slot::MlpDown).unwrap()));
         let terms = pairs.enumerate();
         terms.map(|(i, (x, y))| f64::from(importance[i % columns] * (x - y).powi(2))).sum()
     };
@@ -196,7 +198,8 @@ fn importance_lowers_the_weighted_error() {
         let (_a, without, _) = written(&exact, plain);
         let (_b, with, _) = written(&exact, GgufOptions { importance: Some(&of), ..plain });
         assert!(weighted(&with) < weighted(&without), "{format}");
-        let up = |checkpoint: &Checkpoint| values(&checkpoint.layers()[1].mlp_up);
+        let up =
+            |checkpoint: &Checkpoint| values(checkpoint.layers()[1].weight(Slot::MlpUp).unwrap());
         assert_eq!(up(&with), up(&without));
     }
 }
@@ -217,7 +220,7 @@ fn equal_inputs_give_equal_bytes_on_any_number_of_threads() {
 fn a_gguf_file_is_written_anew_without_loss() {
     for name in ["f16", "q8_0", "q4_0", "q4_k_m"] {
         let theirs = Checkpoint::open(&golden(name)).unwrap();
-        let format = theirs.layers()[0].mlp_gate.format();
+        let format = theirs.layers()[0].weight(Slot::MlpGate).unwrap().format();
         let head = Some(theirs.embedding().format());
         let (_dir, ours, _) = written(&theirs, GgufOptions { head, ..GgufOptions::new(format) });
         assert_eq!(ours.gguf_tokenizer().unwrap(), theirs.gguf_tokenizer().unwrap());
@@ -486,7 +489,7 @@ fn bits_go_where_they_remove_most_harm() {
     let exact = spark_tiny();
     let plain = GgufOptions::new(WeightFormat::Q4K);
     let head = exact.head_weight().name();
-    let down = exact.layers()[2].mlp_down.name();
+    let down = exact.layers()[2].weight(Slot::MlpDown).unwrap().name();
     let harmful = |name: &str| Some(if name == down { 1e6 } else { 1.0 });
     let (_a, _, before) = written(&exact, plain);
     let bits = |report: &GgufReport| {
@@ -536,10 +539,10 @@ fn formats_of_single_matrices_are_used() {
     let options = GgufOptions { formats: Some(&formats), ..GgufOptions::new(WeightFormat::Q4_0) };
     let (_dir, ours, _) = written(&exact, options);
     assert_eq!(ours.embedding().format(), BF16);
-    assert_eq!(ours.layers()[1].qkv.format(), WeightFormat::Q6K);
-    assert_eq!(ours.layers()[0].qkv.format(), WeightFormat::Q4_0);
-    assert_eq!(ours.layers()[3].head_gate.format(), WeightFormat::Q8_0);
-    assert_eq!(ours.layers()[3].input_norm.format(), F32);
+    assert_eq!(ours.layers()[1].weight(Slot::QueryKeyValue).unwrap().format(), WeightFormat::Q6K);
+    assert_eq!(ours.layers()[0].weight(Slot::QueryKeyValue).unwrap().format(), WeightFormat::Q4_0);
+    assert_eq!(ours.layers()[3].weight(Slot::HeadGate).unwrap().format(), WeightFormat::Q8_0);
+    assert_eq!(ours.layers()[3].weight(Slot::InputNorm).unwrap().format(), F32);
 }
 
 #[test]

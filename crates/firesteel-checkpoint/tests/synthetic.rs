@@ -6,8 +6,8 @@ mod common;
 
 use common::{Model, all_values, bytes_as, parse, tiny_config, values, weights};
 use firesteel_checkpoint::{
-    Checkpoint, Head, ModelConfig, RandomWeights, SyntheticOptions, Weight, WriteOptions, preset,
-    write_checkpoint, write_synthetic,
+    Checkpoint, Head, ModelConfig, RandomWeights, Slot, SyntheticOptions, Weight, WriteOptions,
+    preset, write_checkpoint, write_synthetic,
 };
 use firesteel_tensor::DType;
 use proptest::prelude::*;
@@ -213,16 +213,17 @@ fn outliers_are_the_same_channels_everywhere() {
     let massive = |by_channel: Vec<f32>, limit: f32| -> Vec<usize> {
         (0..2048).filter(|&channel| by_channel[channel] > limit).collect()
     };
-    let channels = massive(values(&layer.input_norm), 2.0);
+    let channels = massive(values(layer.weight(Slot::InputNorm).unwrap()), 2.0);
     assert_eq!(channels.len(), 6);
-    assert_eq!(massive(values(&layer.post_attention_norm), 2.0), channels);
+    assert_eq!(massive(values(layer.weight(Slot::PostAttentionNorm).unwrap()), 2.0), channels);
     let mut rows = vec![0f32; 2048 * 64];
     checkpoint.embedding().read_f32(2048 * 1000, &mut rows).unwrap();
     let columns: Vec<f32> = (0..2048)
         .map(|c| rows.iter().skip(c).step_by(2048).map(|v| v.abs()).sum::<f32>() / 64.0)
         .collect();
     assert_eq!(massive(columns, 0.1), channels);
-    for weight in [&layer.attention_out, &layer.mlp_down] {
+    for weight in [layer.weight(Slot::AttentionOut).unwrap(), layer.weight(Slot::MlpDown).unwrap()]
+    {
         let width = weight.shape()[1];
         let all = values(weight);
         let means: Vec<f32> = all
@@ -232,7 +233,7 @@ fn outliers_are_the_same_channels_everywhere() {
         assert_eq!(massive(means, 3.0 / (width as f32).sqrt()), channels);
     }
     let plain = Checkpoint::random(config, RandomWeights { outliers: false, ..options });
-    assert!(values(&plain.layers()[0].input_norm).iter().all(|v| *v < 1.3));
+    assert!(values(plain.layers()[0].weight(Slot::InputNorm).unwrap()).iter().all(|v| *v < 1.3));
 }
 
 proptest! {

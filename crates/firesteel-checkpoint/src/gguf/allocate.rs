@@ -3,7 +3,7 @@
 use super::write::{Buffers, Planned, SquareError, planned};
 use crate::climb::{Goal, Rung, climb};
 use crate::quantize::can_quantize;
-use crate::{Checkpoint, CheckpointError, GgufOptions, Head, WeightFormat};
+use crate::{Checkpoint, CheckpointError, GgufOptions, Half, Head, SlotKind, WeightFormat};
 use rayon::prelude::*;
 use std::collections::HashMap;
 
@@ -94,10 +94,12 @@ fn shares(checkpoint: &Checkpoint) -> HashMap<&str, f64> {
     let mut shares = HashMap::new();
     let mut block = 0.0;
     for layer in checkpoint.layers() {
-        let feed_forward = [&layer.mlp_gate, &layer.mlp_up, &layer.mlp_down];
-        for matrices in [&[&layer.qkv, &layer.attention_out][..], &feed_forward] {
+        for half in Half::ALL {
             block += 1.0;
-            shares.extend(matrices.iter().map(|weight| (weight.name(), 1.0 / block)));
+            let of_half = layer
+                .iter()
+                .filter(|(spec, _)| spec.kind == SlotKind::Matrix && spec.slot.half() == half);
+            shares.extend(of_half.map(|(_, weight)| (weight.name(), 1.0 / block)));
         }
     }
     // A table that is the head too does harm at both ends.

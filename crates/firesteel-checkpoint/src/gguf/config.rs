@@ -2,30 +2,17 @@
 
 use super::{Gguf, GgufValue};
 use crate::config::{
-    EPSILONS, MATHS, MAX_LAYERS, MAX_SIZE, MODEL_TYPE, THETAS, show_range, unaddressable,
+    EPSILONS, FACTORS, MATHS, MAX_SIZE, ROTATIONS, Spelling, THETAS, TokenIds, describe,
+    show_counts, show_range,
 };
+use crate::family::{Count, RopeSpelling};
 use crate::json::shorten;
-use crate::{CheckpointError, LayerKind, ModelConfig, Rope};
+use crate::{CheckpointError, Family, LayerKind, ModelConfig, Rope, Yarn};
 use firesteel_tensor::DType;
 use std::ops::RangeInclusive;
 
 pub(crate) const ARCHITECTURE: &str = "general.architecture";
 pub(crate) const FILE_TYPE: &str = "general.file_type";
-pub(crate) const BLOCK_COUNT: &str = "spark2_5.block_count";
-pub(crate) const CONTEXT_LENGTH: &str = "spark2_5.context_length";
-pub(crate) const EMBEDDING_LENGTH: &str = "spark2_5.embedding_length";
-pub(crate) const FEED_FORWARD_LENGTH: &str = "spark2_5.feed_forward_length";
-pub(crate) const VOCAB_SIZE: &str = "spark2_5.vocab_size";
-pub(crate) const HEAD_COUNT: &str = "spark2_5.attention.head_count";
-pub(crate) const HEAD_COUNT_KV: &str = "spark2_5.attention.head_count_kv";
-pub(crate) const KEY_LENGTH: &str = "spark2_5.attention.key_length";
-pub(crate) const VALUE_LENGTH: &str = "spark2_5.attention.value_length";
-pub(crate) const RMS_EPSILON: &str = "spark2_5.attention.layer_norm_rms_epsilon";
-pub(crate) const SLIDING_WINDOW: &str = "spark2_5.attention.sliding_window";
-pub(crate) const SLIDING_WINDOW_PATTERN: &str = "spark2_5.attention.sliding_window_pattern";
-pub(crate) const ROPE_BASE: [&str; 2] = ["spark2_5.rope.freq_base_swa", "spark2_5.rope.freq_base"];
-pub(crate) const ROPE_DIMS: [&str; 2] =
-    ["spark2_5.rope.dimension_count_swa", "spark2_5.rope.dimension_count"];
 pub(crate) const BOS: &str = "tokenizer.ggml.bos_token_id";
 pub(crate) const EOS: &str = "tokenizer.ggml.eos_token_id";
 pub(crate) const PADDING: &str = "tokenizer.ggml.padding_token_id";
@@ -33,109 +20,96 @@ pub(crate) const PADDING: &str = "tokenizer.ggml.padding_token_id";
 pub(crate) const OTHER_ENDS: [&str; 2] =
     ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
 
-/// Keys of the architecture that are read.
-const READ: &[&str] = &[
-    BLOCK_COUNT,
-    CONTEXT_LENGTH,
-    EMBEDDING_LENGTH,
-    FEED_FORWARD_LENGTH,
-    VOCAB_SIZE,
-    HEAD_COUNT,
-    HEAD_COUNT_KV,
-    KEY_LENGTH,
-    VALUE_LENGTH,
-    RMS_EPSILON,
-    SLIDING_WINDOW,
-    SLIDING_WINDOW_PATTERN,
-    ROPE_BASE[0],
-    ROPE_BASE[1],
-    ROPE_DIMS[0],
-    ROPE_DIMS[1],
-];
+/// The keys of a family, behind its architecture.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Keys(pub(super) Family);
+
+impl Keys {
+    /// Parts of [`Keys::scaling`]: the rotations of a pair.
+    pub(super) const BETAS: [&str; 2] = ["yarn_beta_fast", "yarn_beta_slow"];
+
+    fn of(self, key: &str) -> String {
+        format!("{}.{key}", self.0.architecture())
+    }
+
+    pub(super) fn count(self, count: Count) -> String {
+        self.of(count.gguf_key())
+    }
+
+    pub(super) fn value_length(self) -> String {
+        self.of("attention.value_length")
+    }
+
+    pub(super) fn epsilon(self) -> String {
+        self.of("attention.layer_norm_rms_epsilon")
+    }
+
+    pub(super) fn window_pattern(self) -> String {
+        self.of("attention.sliding_window_pattern")
+    }
+
+    pub(super) fn rope_base(self, kind: LayerKind) -> String {
+        self.of(match kind {
+            LayerKind::Sliding => "rope.freq_base_swa",
+            LayerKind::Full => "rope.freq_base",
+        })
+    }
+
+    pub(super) fn rope_dims(self, kind: LayerKind) -> String {
+        self.of(match kind {
+            LayerKind::Sliding => "rope.dimension_count_swa",
+            LayerKind::Full => "rope.dimension_count",
+        })
+    }
+
+    pub(super) fn scaling(self, part: &str) -> String {
+        self.of(&format!("rope.scaling.{part}"))
+    }
+
+    /// Keys that are read.
+    fn read(self) -> Vec<String> {
+        use Count::{
+            HeadDim, Heads, Hidden, Intermediate, KeyValueHeads, Layers, Positions, Vocabulary,
+            Window,
+        };
+        let counts = [Hidden, Intermediate, Layers, Heads, KeyValueHeads, HeadDim, Vocabulary];
+        let mut read: Vec<String> = counts.into_iter().map(|count| self.count(count)).collect();
+        read.extend([self.count(Positions), self.value_length(), self.epsilon()]);
+        read.extend([self.rope_base(LayerKind::Full), self.rope_dims(LayerKind::Full)]);
+        if self.0.description().window_pattern {
+            read.extend([self.count(Window), self.window_pattern()]);
+            read.extend([self.rope_base(LayerKind::Sliding), self.rope_dims(LayerKind::Sliding)]);
+        }
+        if self.knows_yarn() {
+            let parts = ["type", "factor", "original_context_length"];
+            read.extend(parts.into_iter().chain(Self::BETAS).map(|part| self.scaling(part)));
+        }
+        read
+    }
+
+    fn knows_yarn(self) -> bool {
+        self.0.description().config.rope == RopeSpelling::Flat
+    }
+}
 
 /// Values of `general.file_type` whose matrices are numbers.
 pub(crate) const FLOAT_FILE_TYPES: &[(u64, DType)] =
     &[(0, DType::F32), (1, DType::F16), (32, DType::BF16)];
 
-/// The config of a file, and warnings. `tied` says whether there is no output head.
-pub(crate) fn read_config(
-    gguf: &Gguf,
-    tied: bool,
-) -> Result<(ModelConfig, Vec<String>), CheckpointError> {
+/// The config of a file, and warnings. The embedding is the head where there is no other.
+pub(crate) fn read_config(gguf: &Gguf) -> Result<(ModelConfig, Vec<String>), CheckpointError> {
     let reader = Reader { gguf };
-    reader.check_model_type()?;
-    let warnings = reader.refuse_other_maths()?;
-
-    let hidden_size = reader.size(EMBEDDING_LENGTH, MAX_SIZE)?;
-    let layers = reader.size(BLOCK_COUNT, MAX_LAYERS)?;
-    let intermediate_size = reader.layer_size(FEED_FORWARD_LENGTH)?;
-    let num_attention_heads = reader.layer_size(HEAD_COUNT)?;
-    let num_key_value_heads = reader.layer_size(HEAD_COUNT_KV)?;
-    let head_dim = reader.size(KEY_LENGTH, MAX_SIZE)?;
-    if reader.get(VALUE_LENGTH).is_some_and(|value| value.as_u64() != Some(head_dim as u64)) {
-        let accepted = format!("{head_dim}, as {KEY_LENGTH} is");
-        return Err(reader.error(VALUE_LENGTH, accepted));
+    let family = reader.family()?;
+    let mut described = Described { reader, keys: Keys(family), warnings: Vec::new() };
+    described.refuse_other_maths()?;
+    let config = describe(family, &mut described)?;
+    let value_length = described.keys.value_length();
+    let value = described.reader.get(&value_length);
+    if value.is_some_and(|value| value.as_u64() != Some(config.head_dim as u64)) {
+        let accepted = format!("{}, as {} is", config.head_dim, described.key(Count::HeadDim));
+        return Err(described.error(&value_length, accepted));
     }
-    if !num_attention_heads.is_multiple_of(num_key_value_heads) {
-        let accepted = format!("a multiple of {HEAD_COUNT_KV}, which is {num_key_value_heads}");
-        return Err(reader.error(HEAD_COUNT, accepted));
-    }
-    let vocab_size = reader.vocab_size()?;
-    let heads = num_attention_heads.saturating_mul(3);
-    if let Some((key, other)) = unaddressable(&[
-        (VOCAB_SIZE, vocab_size, EMBEDDING_LENGTH, hidden_size),
-        (FEED_FORWARD_LENGTH, intermediate_size, EMBEDDING_LENGTH, hidden_size),
-        (HEAD_COUNT, heads, KEY_LENGTH, head_dim),
-        (HEAD_COUNT, heads.saturating_mul(head_dim), EMBEDDING_LENGTH, hidden_size),
-    ]) {
-        let accepted = format!("a number whose product with {other} can be addressed");
-        return Err(reader.error(key, accepted));
-    }
-
-    let layer_types = reader.layer_types(layers)?;
-    let has = |kind| layer_types.contains(&kind);
-    let sliding_window = match has(LayerKind::Sliding) {
-        true => Some(reader.size_from(SLIDING_WINDOW, 2, MAX_SIZE)?),
-        false => None,
-    };
-    let mut ropes = [None, None];
-    for ((rope, kind), (base, dims)) in
-        ropes.iter_mut().zip(LayerKind::ALL).zip(ROPE_BASE.into_iter().zip(ROPE_DIMS))
-    {
-        if has(kind) {
-            *rope = Some(reader.rope(base, dims, head_dim)?);
-        }
-    }
-    let [rope_sliding, rope_full] = ropes;
-
-    let mut eos_token_ids: Vec<u32> = Vec::new();
-    for key in [EOS].into_iter().chain(OTHER_ENDS) {
-        let id = reader.token_id(key, vocab_size)?;
-        eos_token_ids.extend(id.filter(|id| !eos_token_ids.contains(id)));
-    }
-    let file_type = reader.get(FILE_TYPE).and_then(|value| value.as_u64());
-    let dtype = FLOAT_FILE_TYPES.iter().find(|(code, _)| Some(*code) == file_type);
-    let config = ModelConfig {
-        model_type: MODEL_TYPE.to_owned(),
-        hidden_size,
-        intermediate_size,
-        num_attention_heads,
-        num_key_value_heads,
-        head_dim,
-        vocab_size,
-        sliding_window,
-        max_position_embeddings: reader.size(CONTEXT_LENGTH, MAX_SIZE)?,
-        rms_norm_eps: reader.number(RMS_EPSILON, &EPSILONS)?,
-        layer_types,
-        rope_sliding,
-        rope_full,
-        tie_word_embeddings: tied,
-        dtype: dtype.map(|(_, dtype)| *dtype),
-        eos_token_ids,
-        bos_token_id: reader.token_id(BOS, vocab_size)?,
-        pad_token_id: reader.token_id(PADDING, vocab_size)?,
-    };
-    Ok((config, warnings))
+    Ok((config, described.warnings))
 }
 
 /// Reads typed values, with errors that name file and key.
@@ -154,76 +128,25 @@ impl<'a> Reader<'a> {
         CheckpointError::Config { file: self.gguf.path().into(), key, value, accepted }
     }
 
-    fn check_model_type(&self) -> Result<(), CheckpointError> {
+    fn family(&self) -> Result<Family, CheckpointError> {
+        let known = Family::known(Family::architecture);
         let Some(value) = self.get(ARCHITECTURE) else {
-            return Err(self.error(ARCHITECTURE, format!("{MODEL_TYPE:?}")));
+            return Err(self.error(ARCHITECTURE, known));
         };
-        if value.as_str() != Some(MODEL_TYPE) {
+        let Some(family) = value.as_str().and_then(Family::of_architecture) else {
             return Err(CheckpointError::ModelType {
                 file: self.gguf.path().into(),
                 key: ARCHITECTURE,
                 value: value.to_string(),
-                known: "\"spark2_5\"",
+                known,
                 version: env!("CARGO_PKG_VERSION"),
             });
-        }
+        };
         if self.get("split.count").is_some_and(|count| !matches!(count.as_u64(), Some(0 | 1))) {
             let accepted = "1 or absent: merge the parts of a split file into one";
             return Err(self.error("split.count", accepted.into()));
         }
-        Ok(())
-    }
-
-    /// Checks every key of the architecture that is not known, by the rule of config.json.
-    fn refuse_other_maths(&self) -> Result<Vec<String>, CheckpointError> {
-        let mut warnings = Vec::new();
-        for (key, value) in self.gguf.metadata() {
-            let Some(rest) = key.strip_prefix("spark2_5.") else { continue };
-            if READ.contains(&key) || value.as_bool() == Some(false) {
-                continue;
-            }
-            let number = value.as_u64().map(|number| number as f64).or(value.as_f64());
-            let lower = rest.to_ascii_lowercase();
-            let maths = MATHS.iter().filter(|(part, _)| lower.contains(part));
-            if value.as_str() == Some("none") || maths.clone().any(|(_, n)| number == Some(*n)) {
-                continue;
-            }
-            if maths.count() > 0 {
-                let accepted = "absent: the key is not known, and its name tells of maths that \
-                                this architecture does not have";
-                return Err(self.error(key, accepted.into()));
-            }
-            let file = self.gguf.path().display();
-            warnings.push(format!("{file}: key {:?} is not known and is ignored", shorten(key)));
-        }
-        Ok(warnings)
-    }
-
-    fn size(&self, key: &str, limit: u64) -> Result<usize, CheckpointError> {
-        self.size_from(key, 1, limit)
-    }
-
-    fn size_from(&self, key: &str, least: u64, limit: u64) -> Result<usize, CheckpointError> {
-        let size = self.get(key).and_then(|value| value.as_u64());
-        size.filter(|size| (least..=limit).contains(size))
-            .and_then(|size| usize::try_from(size).ok())
-            .ok_or_else(|| self.error(key, format!("a whole number from {least} to {limit}")))
-    }
-
-    /// A size that may be given for each layer, if it is the same for all.
-    fn layer_size(&self, key: &str) -> Result<usize, CheckpointError> {
-        let Some(array) = self.get(key).and_then(|value| value.as_array()) else {
-            return self.size(key, MAX_SIZE);
-        };
-        let mut sizes = array.iter().map(|value| value.as_u64());
-        let first = sizes.next().flatten().filter(|size| (1..=MAX_SIZE).contains(size));
-        first
-            .filter(|first| sizes.all(|size| size == Some(*first)))
-            .and_then(|size| usize::try_from(size).ok())
-            .ok_or_else(|| {
-                let accepted = format!("a whole number from 1 to {MAX_SIZE}, equal in all layers");
-                self.error(key, accepted)
-            })
+        Ok(family)
     }
 
     fn number(&self, key: &str, accepted: &RangeInclusive<f64>) -> Result<f64, CheckpointError> {
@@ -231,53 +154,6 @@ impl<'a> Reader<'a> {
         number
             .filter(|number| accepted.contains(number))
             .ok_or_else(|| self.error(key, show_range(accepted)))
-    }
-
-    /// The size given, or the number of tokens; they agree where both are there.
-    fn vocab_size(&self) -> Result<usize, CheckpointError> {
-        let tokens = self.get(super::tokenizer::TOKENS).and_then(|value| value.as_array());
-        let size = match (self.get(VOCAB_SIZE), tokens) {
-            (None, Some(tokens)) if !tokens.is_empty() => tokens.len(),
-            _ => self.size(VOCAB_SIZE, MAX_SIZE)?,
-        };
-        match tokens {
-            Some(tokens) if tokens.len() != size => {
-                let accepted = format!("{}, the length of tokenizer.ggml.tokens", tokens.len());
-                Err(self.error(VOCAB_SIZE, accepted))
-            }
-            _ => Ok(size),
-        }
-    }
-
-    /// The kind of each layer: of a truth value a layer, or of a number n, by which every n-th
-    /// layer is full.
-    fn layer_types(&self, layers: usize) -> Result<Vec<LayerKind>, CheckpointError> {
-        let kind = |sliding| if sliding { LayerKind::Sliding } else { LayerKind::Full };
-        let value = self.get(SLIDING_WINDOW_PATTERN);
-        if let Some(period) = value.and_then(|value| value.as_u64()).filter(|n| *n > 0) {
-            return Ok((1..=layers as u64).map(|n| kind(!n.is_multiple_of(period))).collect());
-        }
-        let array = value.and_then(|value| value.as_array()).filter(|a| a.len() == layers);
-        array
-            .and_then(|array| array.iter().map(|value| value.as_bool().map(kind)).collect())
-            .ok_or_else(|| {
-                let accepted = format!(
-                    "an array of {layers} bools, as {BLOCK_COUNT} says, true for sliding layers; \
-                     or a number n for which every n-th layer is full"
-                );
-                self.error(SLIDING_WINDOW_PATTERN, accepted)
-            })
-    }
-
-    fn rope(&self, base: &str, dims: &str, head_dim: usize) -> Result<Rope, CheckpointError> {
-        let theta = self.number(base, &THETAS)?;
-        let count = self.get(dims).and_then(|value| value.as_u64());
-        let count = count.and_then(|count| usize::try_from(count).ok());
-        let even = count.filter(|n| (2..=head_dim).contains(n) && n.is_multiple_of(2));
-        let dims = even.ok_or_else(|| {
-            self.error(dims, format!("an even number from 2 to {KEY_LENGTH} {head_dim}"))
-        })?;
-        Ok(Rope { theta, dims })
     }
 
     pub(super) fn token_id(
@@ -291,5 +167,232 @@ impl<'a> Reader<'a> {
             Some(id) => Ok(Some(id)),
             None => Err(self.error(key, format!("a token id below {vocab_size}"))),
         }
+    }
+}
+
+/// The metadata of a file as a description of a model.
+struct Described<'a> {
+    reader: Reader<'a>,
+    keys: Keys,
+    warnings: Vec<String>,
+}
+
+impl Described<'_> {
+    /// Checks every key of the architecture that is not known, by the rule of config.json.
+    fn refuse_other_maths(&mut self) -> Result<(), CheckpointError> {
+        let (prefix, read) = (self.keys.of(""), self.keys.read());
+        for (key, value) in self.reader.gguf.metadata() {
+            let Some(rest) = key.strip_prefix(&prefix) else { continue };
+            if read.iter().any(|known| known == key) || value.as_bool() == Some(false) {
+                continue;
+            }
+            let number = value.as_u64().map(|number| number as f64).or(value.as_f64());
+            let lower = rest.to_ascii_lowercase();
+            let maths = MATHS.iter().filter(|(part, _)| lower.contains(part));
+            if value.as_str() == Some("none") || maths.clone().any(|(_, n)| number == Some(*n)) {
+                continue;
+            }
+            if maths.count() > 0 {
+                let accepted = "absent: the key is not known, and its name tells of maths that \
+                                this architecture does not have";
+                return Err(self.error(key, accepted.into()));
+            }
+            self.warn(format!("key {:?} is not known and is ignored", shorten(key)));
+        }
+        Ok(())
+    }
+
+    /// The size given, or the number of tokens; they agree where both are there.
+    fn vocab_size(&self) -> Result<usize, CheckpointError> {
+        let key = self.key(Count::Vocabulary);
+        let tokens = self.reader.get(super::tokenizer::TOKENS).and_then(|value| value.as_array());
+        let size = match (self.reader.get(&key), tokens) {
+            (None, Some(tokens)) if !tokens.is_empty() => tokens.len(),
+            _ => self.whole(&key, 1..=MAX_SIZE, "")?,
+        };
+        match tokens {
+            Some(tokens) if tokens.len() != size => {
+                let accepted = format!("{}, the length of tokenizer.ggml.tokens", tokens.len());
+                Err(self.error(&key, accepted))
+            }
+            _ => Ok(size),
+        }
+    }
+
+    fn whole(
+        &self,
+        key: &str,
+        accepted: RangeInclusive<u64>,
+        why: &str,
+    ) -> Result<usize, CheckpointError> {
+        let size = self.reader.get(key).and_then(|value| value.as_u64());
+        size.filter(|size| accepted.contains(size))
+            .and_then(|size| usize::try_from(size).ok())
+            .ok_or_else(|| self.error(key, show_counts(&accepted, why)))
+    }
+
+    /// How frequencies are stretched.
+    fn yarn(&self) -> Result<Option<Yarn>, CheckpointError> {
+        let key = |part: &str| self.keys.scaling(part);
+        let kind = self.reader.get(&key("type"));
+        match kind.and_then(|kind| kind.as_str()) {
+            Some("yarn") => {}
+            None | Some("none") if kind.is_none_or(|kind| kind.as_str().is_some()) => {
+                let factor = key("factor");
+                let value = self.reader.get(&factor).and_then(|value| value.as_f64());
+                return match value {
+                    // Both are in use for none.
+                    None | Some(0.0 | 1.0) => Ok(None),
+                    Some(_) => Err(self.error(&factor, format!("absent without {}", key("type")))),
+                };
+            }
+            _ => {
+                let accepted = "\"yarn\", \"none\" or absent: no other scaling is known";
+                return Err(self.error(&key("type"), accepted.into()));
+            }
+        }
+        let factor = self.reader.number(&key("factor"), &FACTORS)?;
+        let original = key("original_context_length");
+        let original_positions = match self.reader.get(&original) {
+            Some(_) => self.whole(&original, 1..=MAX_SIZE, "")?,
+            None => self.count(Count::Positions, 1..=MAX_SIZE, "")?,
+        };
+        let mut betas = Yarn::BETAS;
+        for (beta, part) in betas.iter_mut().zip(Keys::BETAS) {
+            if self.reader.get(&key(part)).is_some() {
+                *beta = self.reader.number(&key(part), &ROTATIONS)?;
+            }
+        }
+        let [beta_fast, beta_slow] = betas;
+        if beta_slow >= beta_fast {
+            return Err(self.error(&key(Keys::BETAS[1]), format!("a number below {beta_fast}")));
+        }
+        let attention_factor = Yarn::attention_factor_of(factor);
+        Ok(Some(Yarn { factor, original_positions, beta_fast, beta_slow, attention_factor }))
+    }
+}
+
+impl Spelling for Described<'_> {
+    fn key(&self, count: Count) -> String {
+        self.keys.count(count)
+    }
+
+    fn has(&self, count: Count) -> bool {
+        self.reader.get(&self.key(count)).is_some()
+    }
+
+    fn count(
+        &self,
+        count: Count,
+        accepted: RangeInclusive<u64>,
+        why: &str,
+    ) -> Result<usize, CheckpointError> {
+        let key = self.key(count);
+        let by_layer = matches!(count, Count::Intermediate | Count::Heads | Count::KeyValueHeads);
+        let array = self.reader.get(&key).and_then(|value| value.as_array());
+        match array.filter(|_| by_layer) {
+            // A size that may be given for each layer, if it is the same for all.
+            Some(array) => {
+                let mut sizes = array.iter().map(|value| value.as_u64());
+                let first = sizes.next().flatten().filter(|size| accepted.contains(size));
+                first
+                    .filter(|first| sizes.all(|size| size == Some(*first)))
+                    .and_then(|size| usize::try_from(size).ok())
+                    .ok_or_else(|| self.error(&key, show_counts(&accepted, "equal in all layers")))
+            }
+            None if count == Count::Vocabulary => self.vocab_size(),
+            None => self.whole(&key, accepted, why),
+        }
+    }
+
+    fn assumed(&self, _: Count) -> Option<usize> {
+        None
+    }
+
+    fn error(&self, key: &str, accepted: String) -> CheckpointError {
+        self.reader.error(key, accepted)
+    }
+
+    fn warn(&mut self, warning: String) {
+        self.warnings.push(format!("{}: {warning}", self.reader.gguf.path().display()));
+    }
+
+    /// Of a truth value a layer, or of a number n, by which every n-th layer is full.
+    fn layer_types(&mut self, layers: usize) -> Result<Vec<LayerKind>, CheckpointError> {
+        if !self.keys.0.description().window_pattern {
+            return Ok((self.keys.0.description().config.layer_types)(layers));
+        }
+        let kind = |sliding| if sliding { LayerKind::Sliding } else { LayerKind::Full };
+        let key = self.keys.window_pattern();
+        let value = self.reader.get(&key);
+        if let Some(period) = value.and_then(|value| value.as_u64()).filter(|n| *n > 0) {
+            return Ok((1..=layers as u64).map(|n| kind(!n.is_multiple_of(period))).collect());
+        }
+        let array = value.and_then(|value| value.as_array()).filter(|a| a.len() == layers);
+        array
+            .and_then(|array| array.iter().map(|value| value.as_bool().map(kind)).collect())
+            .ok_or_else(|| {
+                let count = self.key(Count::Layers);
+                let accepted = format!(
+                    "an array of {layers} bools, as {count} says, true for sliding layers; \
+                     or a number n for which every n-th layer is full"
+                );
+                self.error(&key, accepted)
+            })
+    }
+
+    fn check_windows(&self) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    fn rope(
+        &mut self,
+        kind: LayerKind,
+        needed: bool,
+        head_dim: usize,
+    ) -> Result<Option<Rope>, CheckpointError> {
+        if !needed {
+            return Ok(None);
+        }
+        let theta = self.reader.number(&self.keys.rope_base(kind), &THETAS)?;
+        let key = self.keys.rope_dims(kind);
+        let whole_heads = self.keys.0.description().config.rope == RopeSpelling::Flat;
+        let count = match self.reader.get(&key) {
+            None if whole_heads => Some(head_dim),
+            value => value.and_then(|value| usize::try_from(value.as_u64()?).ok()),
+        };
+        let even = count.filter(|n| (2..=head_dim).contains(n) && n.is_multiple_of(2));
+        let dims = even.filter(|n| !whole_heads || *n == head_dim).ok_or_else(|| {
+            let (least, of) = (if whole_heads { head_dim } else { 2 }, self.key(Count::HeadDim));
+            self.error(&key, format!("an even number from {least} to {of} {head_dim}"))
+        })?;
+        let yarn = if self.keys.knows_yarn() { self.yarn()? } else { None };
+        Ok(Some(Rope { yarn, ..Rope::plain(theta, dims) }))
+    }
+
+    fn epsilon(&self) -> Result<f64, CheckpointError> {
+        self.reader.number(&self.keys.epsilon(), &EPSILONS)
+    }
+
+    fn token_ids(&self, vocab_size: usize) -> Result<TokenIds, CheckpointError> {
+        let mut eos: Vec<u32> = Vec::new();
+        for key in [EOS].into_iter().chain(OTHER_ENDS) {
+            let id = self.reader.token_id(key, vocab_size)?;
+            eos.extend(id.filter(|id| !eos.contains(id)));
+        }
+        let bos = self.reader.token_id(BOS, vocab_size)?;
+        let pad = self.reader.token_id(PADDING, vocab_size)?;
+        Ok(TokenIds { eos, bos, pad })
+    }
+
+    fn is_tied(&self) -> Result<bool, CheckpointError> {
+        let head = self.keys.0.description().outer.head.gguf;
+        Ok(self.reader.gguf.tensors().iter().all(|tensor| tensor.name != head))
+    }
+
+    fn dtype(&mut self) -> Result<Option<DType>, CheckpointError> {
+        let file_type = self.reader.get(FILE_TYPE).and_then(|value| value.as_u64());
+        let dtype = FLOAT_FILE_TYPES.iter().find(|(code, _)| Some(*code) == file_type);
+        Ok(dtype.map(|(_, dtype)| *dtype))
     }
 }

@@ -8,14 +8,12 @@
 
 mod allocate;
 mod config;
-mod names;
 mod sampling;
 mod tokenizer;
 mod write;
 
 pub use allocate::{Effects, Raised, allocate, can_raise};
 pub(crate) use config::read_config;
-pub(crate) use names::stored_name;
 pub use tokenizer::GgufTokenizer;
 pub use write::{Formats, GgufOptions, GgufReport, Importance, QuantizedTensor, write_gguf};
 

@@ -1,22 +1,18 @@
 //! Writes a checkpoint as a GGUF file in the standard types.
 
-use super::config::{
-    ARCHITECTURE, BLOCK_COUNT, BOS, CONTEXT_LENGTH, EMBEDDING_LENGTH, EOS, FEED_FORWARD_LENGTH,
-    FILE_TYPE, HEAD_COUNT, HEAD_COUNT_KV, KEY_LENGTH, OTHER_ENDS, PADDING, RMS_EPSILON, ROPE_BASE,
-    ROPE_DIMS, SLIDING_WINDOW, SLIDING_WINDOW_PATTERN, VALUE_LENGTH, VOCAB_SIZE,
-};
+use super::config::{ARCHITECTURE, BOS, EOS, FILE_TYPE, Keys, OTHER_ENDS, PADDING};
 use super::sampling::{Advice, SAMPLING, SamplingAdvice};
 use super::tokenizer::{
     ADD_BOS, CHAT_TEMPLATE, Described, MERGES, MODEL, NO_TOKENIZER, PRE, TOKEN_TYPES, TOKENS,
 };
-use super::{
-    ALIGNMENT_KEY, DEFAULT_ALIGNMENT, FORMATS, Gguf, GgufTokenizer, MAGIC, Type, stored_name,
-};
+use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, FORMATS, Gguf, GgufTokenizer, MAGIC, Type};
 use crate::blocks::dequantize;
+use crate::family::Count;
 use crate::quantize::{WRITTEN, can_quantize, quantize};
 use crate::staged::StagedFile;
 use crate::{
-    Checkpoint, CheckpointError, Head, LayerKind, ModelConfig, Progress, Weight, WeightFormat,
+    Checkpoint, CheckpointError, Head, LayerKind, ModelConfig, Progress, SlotKind, Weight,
+    WeightFormat, Yarn,
 };
 use firesteel_tensor::DType;
 use rayon::prelude::*;
@@ -263,19 +259,15 @@ pub(super) fn planned(
     };
     let all_values = WeightFormat::Float(DType::F32);
     let head = options.head.unwrap_or(options.format);
-    let gate = if options.format.is_quantized() { all_values } else { options.format };
+    let small = if options.format.is_quantized() { all_values } else { options.format };
     let mut planned = vec![plan(checkpoint.embedding(), head)?];
     for layer in checkpoint.layers() {
-        for (weight, format) in [
-            (&layer.input_norm, all_values),
-            (&layer.qkv, options.format),
-            (&layer.head_gate, gate),
-            (&layer.attention_out, options.format),
-            (&layer.post_attention_norm, all_values),
-            (&layer.mlp_gate, options.format),
-            (&layer.mlp_up, options.format),
-            (&layer.mlp_down, options.format),
-        ] {
+        for (spec, weight) in layer.iter() {
+            let format = match spec.kind {
+                SlotKind::Norm => all_values,
+                SlotKind::Matrix => options.format,
+                SlotKind::SmallMatrix => small,
+            };
             planned.push(plan(weight, format)?);
         }
     }
@@ -426,16 +418,16 @@ fn header(
     tensors: &[Planned],
 ) -> Result<Header, CheckpointError> {
     let mut metadata = Metadata::default();
-    metadata.string(ARCHITECTURE, &checkpoint.config().model_type);
+    metadata.string(ARCHITECTURE, checkpoint.config().family.architecture());
     if let Some(name) = options.name {
         metadata.string("general.name", name);
     }
-    metadata.model(checkpoint.config());
+    let mut warnings = metadata.model(checkpoint.config());
     metadata.u32(FILE_TYPE, file_type(options, tensors));
     if tensors.iter().any(|tensor| tensor.format.is_quantized()) {
         metadata.u32(QUANTIZATION, QUANTIZATION_VERSION);
     }
-    let mut warnings = Vec::from_iter(metadata.ids(checkpoint.config()));
+    warnings.extend(metadata.ids(checkpoint.config()));
     let sampling = SamplingAdvice::of_checkpoint(checkpoint)?;
     for (key, advice) in sampling.values {
         match advice {
@@ -465,7 +457,7 @@ fn header(
     let mut offset = 0;
     let codes: HashMap<WeightFormat, u32> = FORMATS.iter().map(|(code, f)| (*f, *code)).collect();
     for tensor in tensors {
-        push_string(&mut header, &stored_name(tensor.weight.name()));
+        push_string(&mut header, &checkpoint.config().family.gguf_name(tensor.weight.name()));
         header.extend((tensor.weight.shape().len() as u32).to_le_bytes());
         for dim in tensor.weight.shape().iter().rev() {
             header.extend((*dim as u64).to_le_bytes());
@@ -557,31 +549,58 @@ impl Metadata {
         values.iter().for_each(|value| push_string(&mut self.bytes, value));
     }
 
-    fn model(&mut self, config: &ModelConfig) {
-        self.size(CONTEXT_LENGTH, config.max_position_embeddings);
-        self.size(EMBEDDING_LENGTH, config.hidden_size);
-        self.size(BLOCK_COUNT, config.num_layers());
-        self.size(FEED_FORWARD_LENGTH, config.intermediate_size);
-        self.size(HEAD_COUNT, config.num_attention_heads);
-        self.size(HEAD_COUNT_KV, config.num_key_value_heads);
-        self.size(KEY_LENGTH, config.head_dim);
-        self.size(VALUE_LENGTH, config.head_dim);
-        self.f32(RMS_EPSILON, config.rms_norm_eps);
-        self.size(VOCAB_SIZE, config.vocab_size);
+    /// Writes what the config says of the shape; the result names what has no place.
+    fn model(&mut self, config: &ModelConfig) -> Vec<String> {
+        let keys = Keys(config.family);
+        self.size(&keys.count(Count::Positions), config.max_position_embeddings);
+        self.size(&keys.count(Count::Hidden), config.hidden_size);
+        self.size(&keys.count(Count::Layers), config.num_layers());
+        self.size(&keys.count(Count::Intermediate), config.intermediate_size);
+        self.size(&keys.count(Count::Heads), config.num_attention_heads);
+        self.size(&keys.count(Count::KeyValueHeads), config.num_key_value_heads);
+        self.size(&keys.count(Count::HeadDim), config.head_dim);
+        self.size(&keys.value_length(), config.head_dim);
+        self.f32(&keys.epsilon(), config.rms_norm_eps);
+        self.size(&keys.count(Count::Vocabulary), config.vocab_size);
         if let Some(window) = config.sliding_window {
-            self.size(SLIDING_WINDOW, window);
+            self.size(&keys.count(Count::Window), window);
         }
-        self.array(SLIDING_WINDOW_PATTERN, Type::Bool, config.num_layers());
-        let sliding = |kind: &LayerKind| u8::from(*kind == LayerKind::Sliding);
-        self.bytes.extend(config.layer_types.iter().map(sliding));
-        for (kind, (base, dims)) in
-            LayerKind::ALL.into_iter().zip(ROPE_BASE.into_iter().zip(ROPE_DIMS))
-        {
+        if config.family.description().window_pattern {
+            self.array(&keys.window_pattern(), Type::Bool, config.num_layers());
+            let sliding = |kind: &LayerKind| u8::from(*kind == LayerKind::Sliding);
+            self.bytes.extend(config.layer_types.iter().map(sliding));
+        }
+        let mut warnings = Vec::new();
+        for kind in LayerKind::ALL {
             if let Some(rope) = config.rope(kind) {
-                self.f32(base, rope.theta);
-                self.size(dims, rope.dims);
+                self.f32(&keys.rope_base(kind), rope.theta);
+                self.size(&keys.rope_dims(kind), rope.dims);
+                if let Some(yarn) = rope.yarn {
+                    warnings.extend(self.yarn(&keys, yarn));
+                }
             }
         }
+        warnings
+    }
+
+    /// Readers compute the factor of cosines and sines from the other factor.
+    fn yarn(&mut self, keys: &Keys, yarn: Yarn) -> Option<String> {
+        self.string(&keys.scaling("type"), "yarn");
+        self.f32(&keys.scaling("factor"), yarn.factor);
+        self.size(&keys.scaling("original_context_length"), yarn.original_positions);
+        let betas = [yarn.beta_fast, yarn.beta_slow];
+        for ((key, beta), usual) in Keys::BETAS.into_iter().zip(betas).zip(Yarn::BETAS) {
+            if beta != usual {
+                self.f32(&keys.scaling(key), beta);
+            }
+        }
+        let usual = Yarn::attention_factor_of(yarn.factor);
+        (yarn.attention_factor != usual).then(|| {
+            format!(
+                "rope_scaling.attention_factor {} is not in the file, whose readers compute {usual}",
+                yarn.attention_factor
+            )
+        })
     }
 
     /// Writes the ids that have a place; the result names those that have none.

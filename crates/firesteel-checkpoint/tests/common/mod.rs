@@ -159,7 +159,7 @@ pub(crate) fn weights(checkpoint: &Checkpoint) -> Vec<Weight> {
         weights.push(head.clone());
     }
     for layer in checkpoint.layers() {
-        weights.extend(layer.all().map(Weight::clone));
+        weights.extend(layer.all().iter().cloned());
     }
     weights
 }

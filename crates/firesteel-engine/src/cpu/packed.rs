@@ -544,7 +544,7 @@ mod tests {
             "/../../tests/golden/llamacpp/spark-tiny-q4_0.gguf"
         );
         let checkpoint = Checkpoint::open(model.as_ref()).unwrap();
-        let weight = &checkpoint.layers()[0].mlp_up;
+        let weight = checkpoint.layers()[0].weight(Slot::MlpUp).unwrap();
         let (rows, columns) = (weight.shape()[0], weight.shape()[1]);
         let unpacked = Unpacked::new(weight, rows, columns).unwrap();
         let weights = [Unpacked { length: 1 << 60, ..unpacked }];

@@ -42,7 +42,7 @@ fn a_head_gate_in_blocks_is_multiplied_in_floats() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["q4_0", "q8_0", "q4_k_m"] {
         let golden = golden_gguf(name);
-        let gates = golden.layers().iter().map(|layer| &layer.head_gate);
+        let gates = golden.layers().iter().map(|layer| layer.weight(Slot::HeadGate).unwrap());
         assert!(gates.clone().all(|gate| gate.format().is_quantized()), "{name}");
         let mut formats: HashMap<String, WeightFormat> = golden
             .layers()
@@ -54,8 +54,8 @@ fn a_head_gate_in_blocks_is_multiplied_in_floats() {
         formats.extend(gates.map(|gate| (gate.name().to_owned(), F32)));
         let path = folder.path().join(format!("{name}.gguf"));
         let floats = rewritten(&golden, &path, &|name| formats.get(name).copied());
-        assert_eq!(floats.layers()[0].head_gate.format(), F32);
-        assert_eq!(floats.layers()[0].qkv.format(), golden.layers()[0].qkv.format());
+        assert_eq!(floats.layers()[0].weight(Slot::HeadGate).unwrap().format(), F32);
+        assert_eq!(floats.layers()[0].weight(Slot::QueryKeyValue).unwrap().format(), golden.layers()[0].weight(Slot::QueryKeyValue).unwrap().format());
         let (golden, floats) = (model(&golden), model(&floats));
         assert!(logits(&golden) == logits(&floats), "{name}");
         assert_eq!(golden.weight_bytes(), floats.weight_bytes(), "{name}");
@@ -102,7 +102,7 @@ fn with_blocks(path: &Path, foreign: &Foreign, part: &str, scale: f32) -> Arc<Ch
         (state >> 24) as u8
     };
     for (index, layer) in tiny.layers().iter().enumerate() {
-        let weight = if part == "attn_qkv" { &layer.qkv } else { &layer.mlp_down };
+        let weight = if part == "attn_qkv" { layer.weight(Slot::QueryKeyValue).unwrap() } else { layer.weight(Slot::MlpDown).unwrap() };
         let name = format!("blk.{index}.{part}.weight");
         let place = bytes.windows(name.len()).position(|found| found == name.as_bytes()).unwrap();
         // Behind the name: the number of axes, both axes, and the code of the type.
@@ -129,7 +129,7 @@ fn blocks_without_a_kernel_are_computed_with_in_f16() {
             let folder = tempfile::tempdir().unwrap();
             let made = with_blocks(&folder.path().join("tiny.gguf"), foreign, part, 1.0);
             let layer = &made.layers()[1];
-            let weight = if part == "attn_qkv" { &layer.qkv } else { &layer.mlp_down };
+            let weight = if part == "attn_qkv" { layer.weight(Slot::QueryKeyValue).unwrap() } else { layer.weight(Slot::MlpDown).unwrap() };
             assert_eq!(weight.format(), foreign.format, "{name}");
             let rounded = rewritten(&made, &folder.path().join("f16.gguf"), &|_| None);
             let (test, expected) = (model(&made), model(&rounded));

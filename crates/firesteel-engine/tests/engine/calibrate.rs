@@ -54,7 +54,7 @@ fn importance_is_the_mean_square_of_the_inputs() {
     embedding.lookup(&IDS, &mut x).unwrap();
     let first = &checkpoint.layers()[0];
     let importance = |weight: &Weight| calibration.importance(weight.name()).unwrap();
-    near(&importance(&first.qkv), &normed_squares(&checkpoint, &first.input_norm, &x));
+    near(&importance(first.weight(Slot::QueryKeyValue).unwrap()), &normed_squares(&checkpoint, first.weight(Slot::InputNorm).unwrap(), &x));
 
     let whole = options(&checkpoint, IDS.len(), IDS.len(), CacheLayoutChoice::Auto);
     let spec = StepSpec::new(config, &whole).unwrap().with_logits(Logits::Hidden).unwrap();
@@ -68,11 +68,11 @@ fn importance_is_the_mean_square_of_the_inputs() {
     near(&importance(checkpoint.head_weight()), &head);
 
     for layer in checkpoint.layers() {
-        assert_eq!(importance(&layer.mlp_gate), importance(&layer.mlp_up));
-        assert_eq!(importance(&layer.mlp_down).len(), config.intermediate_size);
+        assert_eq!(importance(layer.weight(Slot::MlpGate).unwrap()), importance(layer.weight(Slot::MlpUp).unwrap()));
+        assert_eq!(importance(layer.weight(Slot::MlpDown).unwrap()).len(), config.intermediate_size);
         let heads = config.num_attention_heads * config.head_dim;
-        assert_eq!(importance(&layer.attention_out).len(), heads);
-        assert_eq!(calibration.importance(layer.input_norm.name()), None);
+        assert_eq!(importance(layer.weight(Slot::AttentionOut).unwrap()).len(), heads);
+        assert_eq!(calibration.importance(layer.weight(Slot::InputNorm).unwrap().name()), None);
     }
     let effects = calibration.effects(&checkpoint);
     assert_eq!(effects.len(), 5 * checkpoint.layers().len() + 1);
@@ -107,9 +107,9 @@ fn layers_one_by_one_meet_what_the_whole_model_meets() {
     let mut hidden = vec![0f32; IDS.len() * checkpoint.config().hidden_size];
     embedding.lookup(&IDS, &mut hidden).unwrap();
     for (index, layer) in checkpoint.layers().iter().enumerate() {
-        let mut squares = vec![0f64; layer.mlp_down.shape()[1]];
+        let mut squares = vec![0f64; layer.weight(Slot::MlpDown).unwrap().shape()[1]];
         let mut watch = |weight: &Weight, inputs: &[f64]| {
-            if weight.name() == layer.mlp_down.name() {
+            if weight.name() == layer.weight(Slot::MlpDown).unwrap().name() {
                 for row in inputs.chunks_exact(squares.len()) {
                     squares.iter_mut().zip(row).for_each(|(sum, value)| *sum += value * value);
                 }
@@ -117,7 +117,7 @@ fn layers_one_by_one_meet_what_the_whole_model_meets() {
         };
         hidden = Calibration::run_layer(&checkpoint, index, &hidden, &[4, 3], &mut watch).unwrap();
         let mean: Vec<f64> = squares.iter().map(|sum| sum / IDS.len() as f64).collect();
-        near(&calibration.importance(layer.mlp_down.name()).unwrap(), &mean);
+        near(&calibration.importance(layer.weight(Slot::MlpDown).unwrap().name()).unwrap(), &mean);
     }
     let count = checkpoint.layers().len();
     let beyond = Calibration::run_layer(&checkpoint, count, &hidden, &[4, 3], &mut |_, _| {});
@@ -141,7 +141,7 @@ fn sequences_begin_anew_and_threads_do_not_matter() {
     };
     let cut = run(&checkpoint, &two());
     let parts = two().map(|text| run(&checkpoint, &[text]));
-    for weight in [&layer.attention_out, &layer.mlp_down, checkpoint.head_weight()] {
+    for weight in [layer.weight(Slot::AttentionOut).unwrap(), layer.weight(Slot::MlpDown).unwrap(), checkpoint.head_weight()] {
         let [left, right] = [squares(&parts[0], weight), squares(&parts[1], weight)];
         let sums: Vec<f64> = left.iter().zip(&right).map(|(a, b)| a + b).collect();
         let cut: Vec<f32> = squares(&cut, weight).iter().map(|v| *v as f32).collect();
@@ -152,7 +152,7 @@ fn sequences_begin_anew_and_threads_do_not_matter() {
         let calibration = pool.install(|| run(&checkpoint, &two()));
         let mut effects: Vec<_> = calibration.effects(&checkpoint).into_iter().collect();
         effects.sort_by(|a, b| a.0.cmp(&b.0));
-        (squares(&calibration, &layer.mlp_down), effects)
+        (squares(&calibration, layer.weight(Slot::MlpDown).unwrap()), effects)
     };
     assert_eq!(with_threads(1), with_threads(3));
 }

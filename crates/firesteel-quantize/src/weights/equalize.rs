@@ -272,9 +272,9 @@ mod tests {
     fn noise(model: &Checkpoint, met: &[f32]) -> f64 {
         let layer = &model.layers()[0];
         let columns = met.len();
-        let (mut gains, mut values) = (vec![0f32; columns], vec![0f32; layer.qkv.element_count()]);
-        layer.input_norm.read_f32(0, &mut gains).unwrap();
-        layer.qkv.read_f32(0, &mut values).unwrap();
+        let (mut gains, mut values) = (vec![0f32; columns], vec![0f32; layer.weight(Slot::QueryKeyValue).unwrap().element_count()]);
+        layer.weight(Slot::InputNorm).unwrap().read_f32(0, &mut gains).unwrap();
+        layer.weight(Slot::QueryKeyValue).unwrap().read_f32(0, &mut values).unwrap();
         let rows = values.len() / columns;
         let rounded = round_nearest(&values, rows, columns, WeightBits::Eight).unwrap().values();
         let output = |of: &dyn Fn(usize) -> f32| -> f64 {
@@ -293,14 +293,14 @@ mod tests {
         let mut met = vec![1f32; 256];
         (met[7], met[100]) = (900.0, 2500.0);
         let mut gains = vec![0f32; 256];
-        model.layers()[0].input_norm.read_f32(0, &mut gains).unwrap();
+        model.layers()[0].weight(Slot::InputNorm).unwrap().read_f32(0, &mut gains).unwrap();
         let behind: Vec<f32> =
             met.iter().zip(&gains).map(|(met, gain)| met * gain * gain).collect();
         let importance = Importance::from([("layers.0.attention.norm".to_owned(), behind)]);
         let columns = column_sizes(&model, &importance).unwrap();
         // Of what the other matrices meet nothing is known.
         assert_eq!(columns.len(), 3);
-        let sizes = &columns[model.layers()[0].input_norm.name()];
+        let sizes = columns[model.layers()[0].weight(Slot::InputNorm).unwrap().name()];
         let others = sizes[8];
         assert!(sizes[7] < 0.8 * others && sizes[100] < sizes[7], "{} {}", sizes[7], sizes[100]);
         let sized = noise(&with_columns(&model, &columns).unwrap(), &met);
@@ -323,7 +323,7 @@ mod tests {
         let value = |layer: usize| (format!("layers.{layer}.mlp.product"), met.clone());
         let columns = column_sizes(&model, &Importance::from([value(0), value(1)])).unwrap();
         assert_eq!(columns.len(), 2 * 3 + 1);
-        let down = &columns[model.layers()[1].mlp_down.name()];
+        let down = columns[model.layers()[1].weight(Slot::MlpDown).unwrap().name()];
         assert!(down[5] < 0.8 * down[6], "{} {}", down[5], down[6]);
         let sized = Arc::new(with_columns(&model, &columns).unwrap());
         let streams = |model: &Arc<Checkpoint>| {
@@ -344,7 +344,7 @@ mod tests {
     #[test]
     fn sizes_of_another_model_are_refused() {
         let model = model();
-        let norm = model.layers()[0].input_norm.name().to_owned();
+        let norm = model.layers()[0].weight(Slot::InputNorm).unwrap().name().to_owned();
         let error = |columns: ColumnSizes| with_columns(&model, &columns).unwrap_err().to_string();
         assert_eq!(
             error([(norm.clone(), vec![1.0; 3])].into()),

@@ -75,7 +75,7 @@ pub(crate) fn plainly_rounded(
 ) -> Checkpoint {
     let layers = model.layers().iter();
     let weights = layers.flat_map(|layer| {
-        [&layer.qkv, &layer.attention_out, &layer.mlp_gate, &layer.mlp_up, &layer.mlp_down]
+        [layer.weight(Slot::QueryKeyValue).unwrap(), layer.weight(Slot::AttentionOut).unwrap(), layer.weight(Slot::MlpGate).unwrap(), layer.weight(Slot::MlpUp).unwrap(), layer.weight(Slot::MlpDown).unwrap()]
     });
     let weights = weights.map(|weight| (weight.name(), weight, bits));
     let rounded = weights.chain([(Checkpoint::HEAD, model.head_weight(), head)]).map(
