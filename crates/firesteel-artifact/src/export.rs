@@ -134,7 +134,7 @@ impl<'a> Draft<'a> {
             graphs,
             options: options.clone(),
             model: ModelEntry {
-                model_type: config.model_type.clone(),
+                model_type: config.family.model_type().to_owned(),
                 config_sha256: None,
                 checkpoint: Vec::new(),
                 random_seed: None,

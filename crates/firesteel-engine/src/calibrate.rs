@@ -2,7 +2,7 @@
 
 use crate::engine::Observer;
 use crate::{CheckpointEmbedding, Engine, EngineError, EngineOptions};
-use firesteel_checkpoint::{Checkpoint, Head, LayerWeights, Weight};
+use firesteel_checkpoint::{Checkpoint, Feeds, Half, Head, SlotKind, Weight};
 use firesteel_step::{
     CacheLayoutChoice, Embedding, KvState, Logits, Role, StepOptions, StepOutputs, StepSpec,
 };
@@ -275,12 +275,21 @@ impl Calibration {
             effects.insert(weight.name().to_owned(), effect);
         };
         for layer in checkpoint.layers() {
-            let LayerWeights { qkv, attention_out, mlp_gate, mlp_up, mlp_down, .. } = layer;
-            for (before, last) in [(vec![qkv], attention_out), (vec![mlp_gate, mlp_up], mlp_down)] {
-                for weight in before {
-                    add(weight, output(last) / (stream(last) * output(weight)));
+            for half in Half::ALL {
+                let of_half = || {
+                    layer.iter().filter(|(spec, _)| {
+                        spec.slot.half() == half && spec.kind == SlotKind::Matrix
+                    })
+                };
+                let last = of_half().find(|(spec, _)| spec.feeds == Feeds::Residual);
+                let Some((_, last)) = last else { continue };
+                for (spec, weight) in of_half() {
+                    let effect = match spec.feeds {
+                        Feeds::Residual => 1.0 / stream(weight),
+                        _ => output(last) / (stream(last) * output(weight)),
+                    };
+                    add(weight, effect);
                 }
-                add(last, 1.0 / stream(last));
             }
         }
         // An error of the table is one of the stream's beginning, and of the logits where the

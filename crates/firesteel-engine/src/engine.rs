@@ -1,7 +1,7 @@
 use crate::attention::{Attention, Entries};
-use crate::math::{Gelu, project, rms_norm, rotate, sigmoid};
+use crate::math::{Gelu, NormGain, project, rms_norm, rotate, sigmoid, silu};
 use crate::{EngineError, NAME, fit};
-use firesteel_checkpoint::{Checkpoint, LayerWeights, Weight};
+use firesteel_checkpoint::{Activation, Checkpoint, LayerWeights, Slot, Weight};
 use firesteel_step::{
     LayerSpec, Logits, Role, Runner, RunnerError, StepInputs, StepOutputs, StepSpec,
 };
@@ -163,7 +163,7 @@ struct LayerStep<'a> {
 }
 
 impl<'a> LayerStep<'a> {
-    /// Adds gated attention to `hidden` and returns the layer's keys and values.
+    /// Adds attention to `hidden` and returns the layer's keys and values.
     fn attention(
         &self,
         hidden: &mut [f64],
@@ -175,11 +175,26 @@ impl<'a> LayerStep<'a> {
         let cos = self.input(Role::Cos(self.layer.kind))?;
         let sin = self.input(Role::Sin(self.layer.kind))?;
         let mask = self.input(Role::Mask(self.layer.kind))?;
-        let normed = self.norm(&self.weights.input_norm, hidden)?;
-        let gates = project(&self.weights.head_gate, &normed, tokens)?;
-        let mut qkv = observed(observer, &self.weights.qkv, &normed, tokens)?;
+        let maths = self.engine.checkpoint.config().family.block().attention;
+        let normed = self.norm(self.weights.weight(Slot::InputNorm)?, hidden)?;
+        let gates = match maths.head_gate {
+            true => Some(project(self.weights.weight(Slot::HeadGate)?, &normed, tokens)?),
+            false => None,
+        };
+        let mut qkv = self.query_key_value(&normed, observer)?;
         let rotary = cos.len() / tokens;
         let row = (heads + 2 * kv_heads) * width;
+        if maths.qk_norm {
+            let epsilon = self.engine.checkpoint.config().rms_norm_eps;
+            let queries = NormGain::read(self.weights.weight(Slot::QueryNorm)?)?;
+            let keys = NormGain::read(self.weights.weight(Slot::KeyNorm)?)?;
+            for row in qkv.chunks_exact_mut(row) {
+                let (of_queries, rest) = row.split_at_mut(heads * width);
+                of_queries.chunks_exact_mut(width).for_each(|head| queries.apply(epsilon, head));
+                let of_keys = rest.chunks_exact_mut(width).take(kv_heads);
+                of_keys.for_each(|head| keys.apply(epsilon, head));
+            }
+        }
         for (t, row) in qkv.chunks_exact_mut(row).enumerate() {
             let range = t * rotary..(t + 1) * rotary;
             for head in row.chunks_exact_mut(width).take(heads + kv_heads) {
@@ -215,15 +230,42 @@ impl<'a> LayerStep<'a> {
                 let query = &qkv[t * row + head * width..][..width];
                 let mask = &mask[t * scored..(t + 1) * scored];
                 attention.attend(head / group, query, mask, scores, out);
-                let gate = sigmoid(gates[i]);
-                for out in out {
-                    *out *= gate;
+                if let Some(gates) = &gates {
+                    let gate = sigmoid(gates[i]);
+                    for out in out {
+                        *out *= gate;
+                    }
                 }
             },
         );
-        add(hidden, &observed(observer, &self.weights.attention_out, &attended, tokens)?);
-        observer.residual(&self.weights.attention_out, hidden, spec.hidden_size);
+        let out = self.weights.weight(Slot::AttentionOut)?;
+        add(hidden, &observed(observer, out, &attended, tokens)?);
+        observer.residual(out, hidden, spec.hidden_size);
         Ok((keys, values))
+    }
+
+    /// Queries, keys and values of each token one after the other, `[T, (heads + 2·KV)·head_dim]`.
+    fn query_key_value(
+        &self,
+        normed: &[f64],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f64>, EngineError> {
+        let tokens = self.spec.tokens;
+        if let Some(fused) = self.weights.get(Slot::QueryKeyValue) {
+            return observed(observer, fused, normed, tokens);
+        }
+        let mut parts = Vec::new();
+        for slot in [Slot::Query, Slot::Key, Slot::Value] {
+            parts.push(observed(observer, self.weights.weight(slot)?, normed, tokens)?);
+        }
+        let mut rows = Vec::with_capacity(parts.iter().map(Vec::len).sum());
+        for token in 0..tokens {
+            for part in &parts {
+                let width = part.len() / tokens;
+                rows.extend_from_slice(&part[token * width..(token + 1) * width]);
+            }
+        }
+        Ok(rows)
     }
 
     /// Adds the feed-forward part to `hidden`.
@@ -232,17 +274,25 @@ impl<'a> LayerStep<'a> {
         hidden: &mut [f64],
         observer: &mut dyn Observer,
     ) -> Result<(), EngineError> {
-        let (tokens, gelu) = (self.spec.tokens, self.engine.options.gelu);
-        let normed = self.norm(&self.weights.post_attention_norm, hidden)?;
-        let mut inner = observed(observer, &self.weights.mlp_gate, &normed, tokens)?;
-        let up = observed(observer, &self.weights.mlp_up, &normed, tokens)?;
+        let tokens = self.spec.tokens;
+        let activation = self.engine.checkpoint.config().family.block().mlp.activation;
+        let gelu = self.engine.options.gelu;
+        let normed = self.norm(self.weights.weight(Slot::PostAttentionNorm)?, hidden)?;
+        let gate = self.weights.weight(Slot::MlpGate)?;
+        let mut inner = observed(observer, gate, &normed, tokens)?;
+        let up = observed(observer, self.weights.weight(Slot::MlpUp)?, &normed, tokens)?;
+        let activate = |x: f64| match activation {
+            Activation::Gelu => gelu.apply(x),
+            Activation::Silu => silu(x),
+        };
         inner
             .par_iter_mut()
             .zip(&up)
             .with_min_len(MIN_ELEMENTS)
-            .for_each(|(gate, up)| *gate = gelu.apply(*gate) * up);
-        add(hidden, &observed(observer, &self.weights.mlp_down, &inner, tokens)?);
-        observer.residual(&self.weights.mlp_down, hidden, self.spec.hidden_size);
+            .for_each(|(gate, up)| *gate = activate(*gate) * up);
+        let down = self.weights.weight(Slot::MlpDown)?;
+        add(hidden, &observed(observer, down, &inner, tokens)?);
+        observer.residual(down, hidden, self.spec.hidden_size);
         Ok(())
     }
 

@@ -38,6 +38,11 @@ impl Gelu {
     }
 }
 
+/// x / (1 + e^(−x)).
+pub(crate) fn silu(x: f64) -> f64 {
+    x / (1.0 + libm::exp(-x))
+}
+
 /// 1 / (1 + e^(−x)).
 pub(crate) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + libm::exp(-x))
@@ -110,20 +115,35 @@ pub(crate) fn project(
     Ok(by_token)
 }
 
+/// The gains of a norm.
+pub(crate) struct NormGain(Vec<f32>);
+
+impl NormGain {
+    pub(crate) fn read(weight: &Weight) -> Result<Self, CheckpointError> {
+        let mut gains = vec![0f32; weight.element_count()];
+        weight.read_f32(0, &mut gains)?;
+        Ok(Self(gains))
+    }
+
+    /// RMSNorm of `row`: x / √(mean(x²) + ε) · gain.
+    pub(crate) fn apply(&self, epsilon: f64, row: &mut [f64]) {
+        let mean_square = row.iter().map(|x| *x * *x).sum::<f64>() / row.len() as f64;
+        let inverse = 1.0 / (mean_square + epsilon).sqrt();
+        for (x, gain) in row.iter_mut().zip(&self.0) {
+            *x = *x * inverse * f64::from(*gain);
+        }
+    }
+}
+
 /// RMSNorm of each row of `input` `[tokens, H]` with `weight` `[H]`.
 pub(crate) fn rms_norm(
     weight: &Weight,
     epsilon: f64,
     input: &[f64],
 ) -> Result<Vec<f64>, CheckpointError> {
-    let mut scale = vec![0f32; weight.element_count()];
-    weight.read_f32(0, &mut scale)?;
-    let mut output = Vec::with_capacity(input.len());
-    for row in input.chunks_exact(scale.len()) {
-        let mean_square = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
-        let inverse = 1.0 / (mean_square + epsilon).sqrt();
-        output.extend(row.iter().zip(&scale).map(|(x, scale)| x * inverse * f64::from(*scale)));
-    }
+    let gain = NormGain::read(weight)?;
+    let mut output = input.to_vec();
+    output.chunks_exact_mut(gain.0.len().max(1)).for_each(|row| gain.apply(epsilon, row));
     Ok(output)
 }
 

@@ -6,14 +6,15 @@
 
 mod lint;
 mod options;
-mod spark;
+mod step;
 mod weights;
 
 pub use lint::{Finding, linear_weight, lint};
 pub use options::{Dialect, ExportOptions, Gelu, Precision};
-pub use spark::{HeadGraph, StepGraphs, WideTensors, build, head_rows};
+pub use step::{HeadGraph, StepGraphs, WideTensors, build, head_rows};
 pub use weights::WeightSource;
 
+use firesteel_checkpoint::CheckpointError;
 use firesteel_graph::GraphError;
 use firesteel_step::StepError;
 
@@ -37,6 +38,9 @@ pub enum ExportError {
     /// The graph does not fit together.
     #[error(transparent)]
     Graph(#[from] GraphError),
+    /// The model lacks a weight.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The graph holds something its reader rejects.
     #[error("the graph breaks {count} rules of the {dialect} dialect, first {first}")]
     Lint {

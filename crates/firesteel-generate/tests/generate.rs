@@ -1,7 +1,7 @@
 //! The generation loop on a runner with a script in place of a model.
 #![allow(clippy::unwrap_used, reason = "the helpers of these tests may panic as the tests do")]
 
-use firesteel_checkpoint::{LayerKind, ModelConfig, Rope};
+use firesteel_checkpoint::{Family, LayerKind, ModelConfig, Rope};
 use firesteel_generate::{
     AddedTokens, Event, GenerateError, GenerateOptions, Generation, Generator, MODEL_FORWARD_MS,
     MODEL_SAMPLE_MS, SamplingOptions, StepStats, StopReason, Tokenizer,
@@ -19,7 +19,7 @@ const EOS: u32 = 1;
 
 fn config() -> ModelConfig {
     ModelConfig {
-        model_type: "spark2_5".into(),
+        family: Family::of_model_type("spark2_5").unwrap(),
         hidden_size: 4,
         intermediate_size: 4,
         num_attention_heads: 2,
@@ -30,8 +30,8 @@ fn config() -> ModelConfig {
         max_position_embeddings: 64,
         rms_norm_eps: 1e-6,
         layer_types: vec![LayerKind::Sliding, LayerKind::Full],
-        rope_sliding: Some(Rope { theta: 1e4, dims: 2 }),
-        rope_full: Some(Rope { theta: 1e4, dims: 2 }),
+        rope_sliding: Some(Rope::plain(1e4, 2)),
+        rope_full: Some(Rope::plain(1e4, 2)),
         tie_word_embeddings: true,
         dtype: None,
         eos_token_ids: vec![EOS],

@@ -199,6 +199,8 @@ pub enum Operation {
     Rope,
     /// [`ops::gated_gelu`]
     GatedGelu,
+    /// [`ops::gated_silu`]
+    GatedSilu,
     /// [`ops::sigmoid`]
     Sigmoid,
     /// [`ops::softmax`]
@@ -213,7 +215,7 @@ pub enum Operation {
 
 impl Operation {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::AttentionF32,
         Self::AttentionF16,
         Self::AttentionQ8,
@@ -223,6 +225,7 @@ impl Operation {
         Self::RmsNorm,
         Self::Rope,
         Self::GatedGelu,
+        Self::GatedSilu,
         Self::Sigmoid,
         Self::Softmax,
         Self::Weigh,
@@ -278,6 +281,7 @@ impl std::fmt::Display for Operation {
             Self::RmsNorm => "rms norm",
             Self::Rope => "rope",
             Self::GatedGelu => "gated gelu",
+            Self::GatedSilu => "gated silu",
             Self::Sigmoid => "sigmoid",
             Self::Softmax => "softmax",
             Self::Weigh => "weigh",
@@ -469,6 +473,7 @@ impl Subject {
                 ops::rope(out, columns, cos, sin)?;
             }
             Operation::GatedGelu => ops::gated_gelu(isa, out, values)?,
+            Operation::GatedSilu => ops::gated_silu(isa, out, values)?,
             Operation::Sigmoid => ops::sigmoid(isa, out),
             Operation::Softmax => ops::softmax(isa, out, columns)?,
             Operation::Weigh => {

@@ -99,6 +99,34 @@ impl Kernel for GatedGelu<'_> {
     }
 }
 
+/// `gate[i] = silu(gate[i]) · up[i]`, silu(x) = x / (1 + exp(−x)).
+///
+/// # Errors
+///
+/// The lengths differ.
+pub fn gated_silu(isa: Isa, gate: &mut [f32], up: &[f32]) -> Result<(), KernelError> {
+    check_length("the up half of a gated SiLU", gate.len(), up.len())?;
+    isa.dispatch(GatedSilu { gate, up });
+    Ok(())
+}
+
+struct GatedSilu<'a> {
+    gate: &'a mut [f32],
+    up: &'a [f32],
+}
+
+impl Kernel for GatedSilu<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        for (gate, up) in self.gate.iter_mut().zip(self.up) {
+            let x = *gate;
+            *gate = x / (1.0 + exp(-x)) * up;
+        }
+    }
+}
+
 /// `values[i] = 1 / (1 + exp(−values[i]))`.
 pub fn sigmoid(isa: Isa, values: &mut [f32]) {
     isa.dispatch(Sigmoid(values));

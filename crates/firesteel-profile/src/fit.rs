@@ -303,7 +303,7 @@ fn select<'a>(
 
 /// A model of the table's shape: one layer of each kind that was measured.
 fn config_of(config: &ModelConfig, shape: &LayerShape) -> Result<ModelConfig, ProfileError> {
-    let rope = |dims: Option<usize>, theta: f64| dims.map(|dims| Rope { theta, dims });
+    let rope = |dims: Option<usize>, theta: f64| dims.map(|dims| Rope::plain(theta, dims));
     let sliding = shape.sliding_window.filter(|_| shape.rotary_dims_sliding.is_some());
     let kinds = [
         (LayerKind::Sliding, sliding.is_some()),

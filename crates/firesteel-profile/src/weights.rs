@@ -1,4 +1,4 @@
-use firesteel_checkpoint::{Checkpoint, Head, ModelConfig};
+use firesteel_checkpoint::{Checkpoint, Head, LayerWeights, ModelConfig, SlotKind};
 
 /// Number format that all weights of a model are counted in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -39,18 +39,23 @@ pub struct WeightCount {
 impl WeightCount {
     /// The weights of one layer.
     fn layer(config: &ModelConfig) -> Option<Self> {
-        let (hidden, wide) = (config.hidden_size as u64, config.intermediate_size as u64);
-        let (query, shared) = (config.query_size() as u64, config.key_value_size() as u64);
-        let qkv = query.checked_add(shared.checked_mul(2)?)?;
-        let shapes =
-            [(qkv, hidden), (hidden, query), (wide, hidden), (wide, hidden), (hidden, wide)];
-        let (mut matrix, mut rows) = (0u64, 0u64);
-        for (height, width) in shapes {
-            matrix = matrix.checked_add(height.checked_mul(width)?)?;
-            rows = rows.checked_add(height)?;
+        let mut count = Self { matrix: 0, rows: 0, small: 0 };
+        for spec in config.family.slots() {
+            let shape = spec.shape_in(config);
+            let elements = shape
+                .iter()
+                .try_fold(1u64, |product, size| product.checked_mul(u64::try_from(*size).ok()?))?;
+            match spec.kind {
+                SlotKind::Matrix => {
+                    count.matrix = count.matrix.checked_add(elements)?;
+                    count.rows = count.rows.checked_add(*shape.first()? as u64)?;
+                }
+                SlotKind::SmallMatrix | SlotKind::Norm => {
+                    count.small = count.small.checked_add(elements)?;
+                }
+            }
         }
-        let gates = (config.num_attention_heads as u64).checked_mul(hidden)?;
-        Some(Self { matrix, rows, small: gates.checked_add(hidden.checked_mul(2)?)? })
+        Some(count)
     }
 
     /// The embedding, or the head.
@@ -128,11 +133,11 @@ impl ModelBytes {
             Head::Stored(head) => (head.stored_bytes() as u64, embedding),
             Head::Tied => (embedding, 0),
         };
-        let layer = |weights: [&firesteel_checkpoint::Weight; 8]| {
-            weights.into_iter().map(|weight| weight.stored_bytes() as u64).sum()
+        let layer = |weights: &LayerWeights| {
+            weights.all().iter().map(|weight| weight.stored_bytes() as u64).sum()
         };
         Self {
-            layers: checkpoint.layers().iter().map(|weights| layer(weights.all())).collect(),
+            layers: checkpoint.layers().iter().map(layer).collect(),
             head: head + checkpoint.final_norm().stored_bytes() as u64,
             embedding,
         }

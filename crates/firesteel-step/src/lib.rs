@@ -19,7 +19,7 @@ pub use bytes::{KvBytes, kv_bytes};
 pub use decoder::{Decoder, Wanted};
 pub use encoding::{EncodedRunner, Encoding, PortEncoding};
 pub use kv::{KvState, PreparedStep};
-pub use rope::rope_tables;
+pub use rope::{rope_frequencies, rope_tables};
 pub use runner::{Embedding, Runner, RunnerError, StepInputs, StepOutputs};
 pub use spec::{
     CacheLayout, CacheLayoutChoice, LayerSpec, Logits, Role, StepOptions, StepSpec, TensorSpec,

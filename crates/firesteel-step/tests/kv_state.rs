@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed helper is a failed test")]
 
-use firesteel_checkpoint::{LayerKind, ModelConfig, Rope};
+use firesteel_checkpoint::{Family, LayerKind, ModelConfig, Rope};
 use firesteel_step::{
     CacheLayoutChoice, KvState, Logits, Role, StepError, StepOptions, StepOutputs, StepSpec,
     kv_bytes,
@@ -18,7 +18,7 @@ const HIDDEN: usize = 3;
 
 fn config(window: usize) -> ModelConfig {
     ModelConfig {
-        model_type: "spark2_5".into(),
+        family: Family::of_model_type("spark2_5").unwrap(),
         hidden_size: HIDDEN,
         intermediate_size: 8,
         num_attention_heads: 4,
@@ -29,8 +29,8 @@ fn config(window: usize) -> ModelConfig {
         max_position_embeddings: 4096,
         rms_norm_eps: 1e-6,
         layer_types: vec![LayerKind::Sliding, LayerKind::Full],
-        rope_sliding: Some(Rope { theta: 1e4, dims: 4 }),
-        rope_full: Some(Rope { theta: 5e6, dims: 2 }),
+        rope_sliding: Some(Rope::plain(1e4, 4)),
+        rope_full: Some(Rope::plain(5e6, 2)),
         tie_word_embeddings: true,
         dtype: None,
         eos_token_ids: vec![1],

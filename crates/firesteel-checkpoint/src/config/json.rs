@@ -1,8 +1,8 @@
 //! The spelling of config.json.
 
 use super::{
-    EPSILONS, FACTORS, LayerKind, MAGNITUDES, MATHS, MAX_SIZE, ROTATIONS, Rope, Spelling, THETAS,
-    TokenIds, Yarn, show_counts, show_range,
+    EPSILONS, FACTORS, LayerKind, MAGNITUDES, MATHS, MAX_SIZE, ROTATIONS, Rope, STRETCHED_THETAS,
+    Spelling, THETAS, TokenIds, Yarn, show_counts, show_range,
 };
 use crate::family::{Count, FixedValue, RopeSpelling};
 use crate::json::shorten;
@@ -300,6 +300,10 @@ impl Reader {
             }
         }
         let yarn = scaling.map(|scaling| self.yarn(scaling, place)).transpose()?.flatten();
+        if yarn.is_some() && !STRETCHED_THETAS.contains(&theta) {
+            let accepted = show_range(&STRETCHED_THETAS);
+            return Err(self.error_at(&theta_key, Some(&json!(theta)), accepted));
+        }
         Ok(Rope { yarn, ..Rope::plain(theta, head_dim) })
     }
 

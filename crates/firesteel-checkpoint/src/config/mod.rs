@@ -28,6 +28,8 @@ pub(crate) const EPSILONS: RangeInclusive<f64> = 1e-12..=1.0;
 /// Bases of rotary embeddings that are accepted: below, frequencies would grow; above, they are
 /// no longer apart from 0 in f32 at any position.
 pub(crate) const THETAS: RangeInclusive<f64> = 1.0..=1e12;
+/// Bases of embeddings whose frequencies are stretched: the ramp is found by the logarithm.
+pub(crate) const STRETCHED_THETAS: RangeInclusive<f64> = 2.0..=1e12;
 /// Factors by which a context may be stretched, numbers of rotations, and factors of cosines and sines.
 pub(crate) const FACTORS: RangeInclusive<f64> = 1.0..=1024.0;
 pub(crate) const ROTATIONS: RangeInclusive<f64> = 1e-3..=1e6;

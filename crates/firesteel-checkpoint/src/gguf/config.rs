@@ -2,8 +2,8 @@
 
 use super::{Gguf, GgufValue};
 use crate::config::{
-    EPSILONS, FACTORS, MATHS, MAX_SIZE, ROTATIONS, Spelling, THETAS, TokenIds, describe,
-    show_counts, show_range,
+    EPSILONS, FACTORS, MATHS, MAX_SIZE, ROTATIONS, STRETCHED_THETAS, Spelling, THETAS, TokenIds,
+    describe, show_counts, show_range,
 };
 use crate::family::{Count, RopeSpelling};
 use crate::json::shorten;
@@ -367,6 +367,9 @@ impl Spelling for Described<'_> {
             self.error(&key, format!("an even number from {least} to {of} {head_dim}"))
         })?;
         let yarn = if self.keys.knows_yarn() { self.yarn()? } else { None };
+        if yarn.is_some() {
+            self.reader.number(&self.keys.rope_base(kind), &STRETCHED_THETAS)?;
+        }
         Ok(Some(Rope { yarn, ..Rope::plain(theta, dims) }))
     }
 

@@ -226,7 +226,7 @@ impl Inspect {
                 rotary_dims: config.rope(kind).map(|rope| rope.dims),
                 weights: checkpoint
                     .and_then(|checkpoint| checkpoint.layers().get(layer))
-                    .map(|weights| weights.all().into_iter().map(weight_report).collect())
+                    .map(|weights| weights.all().iter().map(weight_report).collect())
                     .unwrap_or_default(),
             })
             .collect();
@@ -253,7 +253,7 @@ impl Inspect {
         }
         Ok(Report {
             path: self.path.display().to_string(),
-            model_type: config.model_type.clone(),
+            model_type: config.family.model_type().to_owned(),
             hidden_size: config.hidden_size,
             intermediate_size: config.intermediate_size,
             num_attention_heads: config.num_attention_heads,

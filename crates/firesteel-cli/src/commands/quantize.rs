@@ -7,8 +7,8 @@ use crate::source::{Source, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_checkpoint::{
-    Checkpoint, GgufOptions, Head, ModelConfig, QuantizedTensor, Raised, WeightFormat, allocate,
-    can_raise, write_gguf,
+    Checkpoint, GgufOptions, Head, ModelConfig, QuantizedTensor, Raised, Slot, WeightFormat,
+    allocate, can_raise, write_gguf,
 };
 use firesteel_engine::Calibration;
 use firesteel_generate::{AddedTokens, Tokenizer};
@@ -119,7 +119,7 @@ fn tensor_format(text: &str) -> Result<(Pattern, WeightFormat), String> {
 }
 
 /// Bits for each weight of the mixed format: no more than llama.cpp's Q4_K_M, which has the head
-/// and every second of those projections in q6_k. Which matrices get the bits is another matter.
+/// and every second of the value (with those fused to it) and down projections in q6_k. Which matrices get the bits is another matter.
 fn mixed_bits(checkpoint: &Checkpoint) -> f64 {
     let bits =
         |format: WeightFormat| 8.0 * format.block_bytes() as f64 / format.block_elements() as f64;
@@ -131,8 +131,12 @@ fn mixed_bits(checkpoint: &Checkpoint) -> f64 {
     }
     let mut raised = head.element_count() as f64;
     for layer in checkpoint.layers() {
-        all += layer.all().iter().map(|weight| weight.element_count()).sum::<usize>();
-        raised += (layer.qkv.element_count() + layer.mlp_down.element_count()) as f64 / 2.0;
+        for (spec, weight) in layer.iter() {
+            all += weight.element_count();
+            if matches!(spec.slot, Slot::QueryKeyValue | Slot::Value | Slot::MlpDown) {
+                raised += weight.element_count() as f64 / 2.0;
+            }
+        }
     }
     small + (large - small) * raised / all.max(1) as f64
 }
@@ -277,7 +281,7 @@ impl Quantize {
     fn check_patterns(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         let mut names = vec![checkpoint.embedding().name(), checkpoint.head_weight().name()];
         for layer in checkpoint.layers() {
-            let matrices = layer.all().into_iter().filter(|weight| weight.shape().len() > 1);
+            let matrices = layer.all().iter().filter(|weight| weight.shape().len() > 1);
             names.extend(matrices.map(|weight| weight.name()));
         }
         for (glob, _) in &self.tensor {

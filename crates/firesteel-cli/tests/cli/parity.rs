@@ -2,7 +2,7 @@
 
 use crate::support::{Golden, advance, export_to, golden_path, options, ort, snr, spark_tiny};
 use firesteel_artifact::{Artifact, EvaluatorRunner, HeadRunner};
-use firesteel_checkpoint::{Checkpoint, LayerKind, ModelConfig, RandomWeights, Rope};
+use firesteel_checkpoint::{Checkpoint, Family, LayerKind, ModelConfig, RandomWeights, Rope};
 use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
 use firesteel_export::{Dialect, ExportOptions, Precision};
 use firesteel_graph::{Constant, Evaluator, Graph, Op, Value, ValueId};
@@ -160,7 +160,7 @@ fn small_configs() -> impl Strategy<Value = ModelConfig> {
         let dims = |pairs: usize| 2 * pairs.min(half_width);
         let uses = |kind| layer_types.contains(&kind);
         ModelConfig {
-            model_type: "spark2_5".into(),
+            family: Family::of_model_type("spark2_5").unwrap(),
             hidden_size: 3 * wide,
             intermediate_size: 2 * wide + 1,
             num_attention_heads: shared * group,
@@ -171,9 +171,8 @@ fn small_configs() -> impl Strategy<Value = ModelConfig> {
             max_position_embeddings: 4096,
             // Of a power of two, which f32 holds exactly.
             rms_norm_eps: 2f64.powi(-20),
-            rope_sliding: uses(LayerKind::Sliding)
-                .then(|| Rope { theta: 1e4, dims: dims(sliding) }),
-            rope_full: uses(LayerKind::Full).then(|| Rope { theta: 5e6, dims: dims(full) }),
+            rope_sliding: uses(LayerKind::Sliding).then(|| Rope::plain(1e4, dims(sliding))),
+            rope_full: uses(LayerKind::Full).then(|| Rope::plain(5e6, dims(full))),
             layer_types,
             tie_word_embeddings: true,
             dtype: Some(DType::F32),

@@ -3,7 +3,7 @@
 use super::matrix::Matrix;
 use super::{CpuModel, Layer};
 use crate::EngineError;
-use firesteel_checkpoint::LayerKind;
+use firesteel_checkpoint::{Activation, LayerKind};
 use firesteel_kernels::{
     Attention, AttentionShape, KernelError, Pool, Product, QuantizedRows, Segment, attention,
     matmul_group, ops,
@@ -57,12 +57,17 @@ pub(super) struct Scratch {
     /// `[rows, H]`: the normed stream, and what is added to the stream.
     normed: Vec<f32>,
     quantized: QuantizedRows,
-    /// Queries, keys and values, then what the heads attended to, then the gate of the feed-forward
-    /// part.
+    /// Queries, keys and values, or queries alone, then what the heads attended to, then the gate of
+    /// the feed-forward part.
     first: Vec<f32>,
     /// Rotated queries, then the other half of the feed-forward part.
     second: Vec<f32>,
-    /// `[rows, heads]`
+    /// `[rows, KV · head_dim]` each, where they do not come with the queries.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    /// Heads of one token behind their norm.
+    heads: Vec<f32>,
+    /// `[rows, heads]`; empty without gates.
     gates: Vec<f32>,
 }
 
@@ -89,7 +94,7 @@ impl Forward<'_> {
         self.feed_forward(layer)
     }
 
-    /// Adds gated attention to the hidden state.
+    /// Adds attention to the hidden state.
     fn attention<P: Part>(
         &mut self,
         index: usize,
@@ -101,29 +106,51 @@ impl Forward<'_> {
         let (width, hidden_size) = (config.head_dim, config.hidden_size);
         let (heads, shared) = (config.num_attention_heads, config.num_key_value_heads);
         norm(model, &scratch.hidden, &weights.input_norm, &mut scratch.normed)?;
-        products(
-            model,
-            &scratch.normed,
-            &mut scratch.quantized,
-            [(&weights.qkv, &mut scratch.first), (&weights.head_gate, &mut scratch.gates)],
-        )?;
+        let fused = weights.query_key_value.len() == 1;
+        let outputs = [&mut scratch.first, &mut scratch.keys, &mut scratch.values];
+        let matrices = weights.query_key_value.iter().zip(outputs);
+        let gate = weights.head_gate.iter().zip([&mut scratch.gates]);
+        let all = matrices.chain(gate).collect();
+        products(model, &scratch.normed, &mut scratch.quantized, all)?;
         let last = index + 1 == model.layers.len();
         let needed = |part: &P| if last { part.needed() } else { 0..part.tokens() };
         scratch.second.clear();
         // Rows of the hidden state and of the gates that go on, moved together.
         let (mut first, mut kept) = (0, 0);
+        let (of_queries, of_keys) = (heads * width, shared * width);
         for part in &mut *parts {
             let (tokens, needed) = (part.tokens(), needed(part));
-            let rows = (heads + 2 * shared) * width;
-            let qkv = &mut scratch.first[first * rows..(first + tokens) * rows];
-            for (token, row) in qkv.chunks_exact_mut(rows).enumerate() {
-                let (turning, values) = row.split_at_mut((heads + shared) * width);
+            for token in 0..tokens {
+                let row = first + token;
+                let (queries, keys, values) = if fused {
+                    let rows = of_queries + 2 * of_keys;
+                    let row = &mut scratch.first[row * rows..(row + 1) * rows];
+                    let (queries, rest) = row.split_at_mut(of_queries);
+                    let (keys, values) = rest.split_at_mut(of_keys);
+                    (queries, keys, &*values)
+                } else {
+                    let pair = row * of_keys..(row + 1) * of_keys;
+                    (
+                        &mut scratch.first[row * of_queries..(row + 1) * of_queries],
+                        &mut scratch.keys[pair.clone()],
+                        &scratch.values[pair],
+                    )
+                };
+                if let Some(gains) = &weights.head_norms {
+                    let epsilon = config.rms_norm_eps as f32;
+                    for (heads, gains) in [&mut *queries, &mut *keys].into_iter().zip(gains) {
+                        scratch.heads.resize(heads.len(), 0.0);
+                        ops::rms_norm(heads, gains, epsilon, &mut scratch.heads)?;
+                        heads.copy_from_slice(&scratch.heads);
+                    }
+                }
                 let (cos, sin) = part.rotary(weights.kind);
                 let rotary = cos.len() / tokens;
                 // Both halves of the tables are equal.
                 let half = token * rotary..token * rotary + rotary / 2;
-                ops::rope(turning, width, &cos[half.clone()], &sin[half])?;
-                let (queries, keys) = turning.split_at(heads * width);
+                for heads in [&mut *queries, &mut *keys] {
+                    ops::rope(heads, width, &cos[half.clone()], &sin[half.clone()])?;
+                }
                 part.store(index, token, keys, values)?;
                 if needed.contains(&token) {
                     scratch.second.extend_from_slice(queries);
@@ -131,7 +158,9 @@ impl Forward<'_> {
             }
             let from = first + needed.start..first + needed.end;
             move_rows(&mut scratch.hidden, hidden_size, from.clone(), kept);
-            move_rows(&mut scratch.gates, heads, from, kept);
+            if weights.head_gate.is_some() {
+                move_rows(&mut scratch.gates, heads, from, kept);
+            }
             first += tokens;
             kept += needed.len();
         }
@@ -160,15 +189,17 @@ impl Forward<'_> {
         if kept == 0 {
             return Ok(());
         }
-        ops::sigmoid(model.isa, &mut scratch.gates);
-        for (head, gate) in scratch.first.chunks_exact_mut(width).zip(&scratch.gates) {
-            ops::scale(head, *gate);
+        if weights.head_gate.is_some() {
+            ops::sigmoid(model.isa, &mut scratch.gates);
+            for (head, gate) in scratch.first.chunks_exact_mut(width).zip(&scratch.gates) {
+                ops::scale(head, *gate);
+            }
         }
         products(
             model,
             &scratch.first,
             &mut scratch.quantized,
-            [(&weights.attention_out, &mut scratch.normed)],
+            vec![(&weights.attention_out, &mut scratch.normed)],
         )?;
         Ok(ops::add(&mut scratch.hidden, &scratch.normed)?)
     }
@@ -181,16 +212,20 @@ impl Forward<'_> {
             model,
             &scratch.normed,
             &mut scratch.quantized,
-            [(&weights.mlp_gate, &mut scratch.first), (&weights.mlp_up, &mut scratch.second)],
+            vec![(&weights.mlp_gate, &mut scratch.first), (&weights.mlp_up, &mut scratch.second)],
         )?;
         let rows = MIN_ROWS * weights.mlp_gate.rows().max(1);
         let pieces = scratch.first.chunks_mut(rows).zip(scratch.second.chunks(rows));
-        spread(&model.pool, pieces, |(gate, up)| ops::gated_gelu(model.isa, gate, up))?;
+        let activation = model.checkpoint.config().family.block().mlp.activation;
+        spread(&model.pool, pieces, |(gate, up)| match activation {
+            Activation::Gelu => ops::gated_gelu(model.isa, gate, up),
+            Activation::Silu => ops::gated_silu(model.isa, gate, up),
+        })?;
         products(
             model,
             &scratch.first,
             &mut scratch.quantized,
-            [(&weights.mlp_down, &mut scratch.normed)],
+            vec![(&weights.mlp_down, &mut scratch.normed)],
         )?;
         Ok(ops::add(&mut scratch.hidden, &scratch.normed)?)
     }
@@ -205,7 +240,7 @@ impl Forward<'_> {
         let width = model.final_norm.len();
         let hidden = &scratch.hidden[rows.start * width..rows.end * width];
         norm(model, hidden, &model.final_norm, &mut scratch.normed)?;
-        products(model, &scratch.normed, &mut scratch.quantized, [(&model.head, logits)])
+        products(model, &scratch.normed, &mut scratch.quantized, vec![(&model.head, logits)])
     }
 }
 
@@ -229,18 +264,18 @@ fn norm(
 }
 
 /// Products of the same activations, in one pass over the threads. Each output is resized to fit.
-fn products<const N: usize>(
+fn products(
     model: &CpuModel,
     x: &[f32],
     quantized: &mut QuantizedRows,
-    list: [(&Matrix, &mut Vec<f32>); N],
+    list: Vec<(&Matrix, &mut Vec<f32>)>,
 ) -> Result<(), EngineError> {
     let columns = list.first().map_or(1, |(matrix, _)| matrix.columns());
     let rows = x.len() / columns.max(1);
     if list.iter().any(|(matrix, _)| matrix.is_quantized()) {
         quantized.quantize(model.isa, &model.pool, x, rows, columns)?;
     }
-    let mut group = Vec::with_capacity(N);
+    let mut group = Vec::with_capacity(list.len());
     for (matrix, out) in list {
         out.resize(rows * matrix.rows(), 0.0);
         group.push(Product { weights: matrix.view()?, out });

@@ -13,7 +13,7 @@ pub use runner::CpuRunner;
 pub use sequence::{BatchEntry, CpuSequence, KvMemory, SequenceOptions};
 
 use crate::{EngineError, fit};
-use firesteel_checkpoint::{Checkpoint, LayerKind, LayerWeights, Weight};
+use firesteel_checkpoint::{Block, Checkpoint, LayerKind, LayerWeights, Slot, Weight};
 use firesteel_kernels::{Isa, Pool};
 use firesteel_step::{RunnerError, StepSpec};
 use forward::Scratch;
@@ -25,8 +25,8 @@ use std::sync::{Arc, Mutex};
 const NAME: &str = "cpu";
 
 /// A model ready for the CPU's kernels: float weights in the mapped files, quantized ones in the
-/// kernels' layout, in a mapped file of their own if one can be had. The head-wise gate is always
-/// floats, whatever its file has. Shared by any number of runners and sequences.
+/// kernels' layout, in a mapped file of their own if one can be had. Small matrices are always
+/// floats, whatever their file has. Shared by any number of runners and sequences.
 pub struct CpuModel {
     checkpoint: Arc<Checkpoint>,
     isa: Isa,
@@ -55,19 +55,16 @@ pub struct CpuOptions {
 struct Layer {
     kind: LayerKind,
     input_norm: Vec<f32>,
-    post_attention_norm: Vec<f32>,
-    qkv: Matrix,
-    head_gate: Matrix,
+    /// Queries, keys and values: one matrix, or three.
+    query_key_value: Vec<Matrix>,
+    /// Gains for the heads of queries and of keys.
+    head_norms: Option<[Vec<f32>; 2]>,
+    head_gate: Option<Matrix>,
     attention_out: Matrix,
+    post_attention_norm: Vec<f32>,
     mlp_gate: Matrix,
     mlp_up: Matrix,
     mlp_down: Matrix,
-}
-
-/// The matrices of a layer that are used in the kernels' layout. The head-wise gate is not one of
-/// them: it is small, and its inputs must not be rounded to 8 bits.
-fn matrices(weights: &LayerWeights) -> [&Weight; 5] {
-    [&weights.qkv, &weights.attention_out, &weights.mlp_gate, &weights.mlp_up, &weights.mlp_down]
 }
 
 fn vector(weight: &Weight) -> Result<Vec<f32>, EngineError> {
@@ -77,20 +74,49 @@ fn vector(weight: &Weight) -> Result<Vec<f32>, EngineError> {
 }
 
 impl Layer {
-    fn new(kind: LayerKind, weights: &LayerWeights, packed: &Packed) -> Result<Self, EngineError> {
-        let [qkv, attention_out, mlp_gate, mlp_up, mlp_down] = matrices(weights);
-        let matrix = |weight| Matrix::new(weight, packed);
+    fn new(
+        kind: LayerKind,
+        weights: &LayerWeights,
+        block: Block,
+        packed: &Packed,
+    ) -> Result<Self, EngineError> {
+        let weight = |slot| weights.weight(slot);
+        let matrix = |slot| Matrix::new(weight(slot)?, packed);
+        let gains = |slot| vector(weight(slot)?);
+        let query_key_value = match weights.get(Slot::QueryKeyValue) {
+            Some(fused) => vec![Matrix::new(fused, packed)?],
+            None => vec![matrix(Slot::Query)?, matrix(Slot::Key)?, matrix(Slot::Value)?],
+        };
+        let head_norms = match block.attention.qk_norm {
+            true => Some([gains(Slot::QueryNorm)?, gains(Slot::KeyNorm)?]),
+            false => None,
+        };
+        let head_gate = match block.attention.head_gate {
+            true => Some(Matrix::plain(weight(Slot::HeadGate)?)?),
+            false => None,
+        };
         Ok(Self {
             kind,
-            input_norm: vector(&weights.input_norm)?,
-            post_attention_norm: vector(&weights.post_attention_norm)?,
-            qkv: matrix(qkv)?,
-            head_gate: Matrix::plain(&weights.head_gate)?,
-            attention_out: matrix(attention_out)?,
-            mlp_gate: matrix(mlp_gate)?,
-            mlp_up: matrix(mlp_up)?,
-            mlp_down: matrix(mlp_down)?,
+            input_norm: gains(Slot::InputNorm)?,
+            query_key_value,
+            head_norms,
+            head_gate,
+            attention_out: matrix(Slot::AttentionOut)?,
+            post_attention_norm: gains(Slot::PostAttentionNorm)?,
+            mlp_gate: matrix(Slot::MlpGate)?,
+            mlp_up: matrix(Slot::MlpUp)?,
+            mlp_down: matrix(Slot::MlpDown)?,
         })
+    }
+
+    /// Bytes that a token reads.
+    fn bytes(&self) -> usize {
+        let others = [&self.attention_out, &self.mlp_gate, &self.mlp_up, &self.mlp_down];
+        let matrices = self.query_key_value.iter().chain(&self.head_gate).chain(others);
+        let gains = [&self.input_norm, &self.post_attention_norm].into_iter();
+        let gains = gains.chain(self.head_norms.iter().flatten());
+        matrices.map(Matrix::bytes).sum::<usize>()
+            + gains.map(|gains| 4 * gains.len()).sum::<usize>()
     }
 }
 
@@ -118,13 +144,15 @@ impl CpuModel {
     ) -> Result<Arc<Self>, EngineError> {
         let cores = || std::thread::available_parallelism().map_or(1, usize::from);
         let layers = checkpoint.layers();
-        let weights = layers.iter().flat_map(matrices).chain([checkpoint.head_weight()]);
+        let matrices = layers.iter().flat_map(LayerWeights::matrices);
+        let weights = matrices.chain([checkpoint.head_weight()]);
         let unpacked = weights.filter_map(|weight| Matrix::unpacked(weight).transpose());
         let unpacked = unpacked.collect::<Result<Vec<_>, _>>()?;
         let packed = Packed::new(&checkpoint, &unpacked, &options.packed)?;
         let kinds = checkpoint.config().layer_types.iter();
         let layers = kinds.zip(layers);
-        let layers = layers.map(|(kind, weights)| Layer::new(*kind, weights, &packed));
+        let block = checkpoint.config().family.block();
+        let layers = layers.map(|(kind, weights)| Layer::new(*kind, weights, block, &packed));
         let layers = layers.collect::<Result<_, _>>()?;
         Ok(Arc::new(Self {
             isa: options.isa.map_or_else(Isa::detect, Ok)?,
@@ -157,19 +185,7 @@ impl CpuModel {
 
     /// Bytes of weights that one token reads: all but an embedding that is not the head too.
     pub fn weight_bytes(&self) -> u64 {
-        let layer = |layer: &Layer| {
-            let matrices = [
-                &layer.qkv,
-                &layer.head_gate,
-                &layer.attention_out,
-                &layer.mlp_gate,
-                &layer.mlp_up,
-                &layer.mlp_down,
-            ];
-            let norms = layer.input_norm.len() + layer.post_attention_norm.len();
-            matrices.iter().map(|matrix| matrix.bytes()).sum::<usize>() + 4 * norms
-        };
-        let layers: usize = self.layers.iter().map(layer).sum();
+        let layers: usize = self.layers.iter().map(Layer::bytes).sum();
         (layers + 4 * self.final_norm.len() + self.head.bytes()) as u64
     }
 

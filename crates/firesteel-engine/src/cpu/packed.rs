@@ -536,6 +536,7 @@ fn note_use(path: &Path) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use firesteel_checkpoint::Slot;
 
     #[test]
     fn a_file_that_does_not_fit_is_not_begun() {

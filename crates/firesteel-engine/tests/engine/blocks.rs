@@ -1,7 +1,7 @@
 //! Blocks in GGUF files that are not multiplied as they are stored.
 
 use crate::support::{golden_gguf, spark_tiny};
-use firesteel_checkpoint::{Checkpoint, GgufOptions, Weight, WeightFormat, write_gguf};
+use firesteel_checkpoint::{Checkpoint, GgufOptions, Slot, Weight, WeightFormat, write_gguf};
 use firesteel_engine::{CpuModel, KvFormat, SequenceOptions};
 use firesteel_step::{Decoder, Wanted};
 use firesteel_tensor::DType;
@@ -55,7 +55,10 @@ fn a_head_gate_in_blocks_is_multiplied_in_floats() {
         let path = folder.path().join(format!("{name}.gguf"));
         let floats = rewritten(&golden, &path, &|name| formats.get(name).copied());
         assert_eq!(floats.layers()[0].weight(Slot::HeadGate).unwrap().format(), F32);
-        assert_eq!(floats.layers()[0].weight(Slot::QueryKeyValue).unwrap().format(), golden.layers()[0].weight(Slot::QueryKeyValue).unwrap().format());
+        assert_eq!(
+            floats.layers()[0].weight(Slot::QueryKeyValue).unwrap().format(),
+            golden.layers()[0].weight(Slot::QueryKeyValue).unwrap().format()
+        );
         let (golden, floats) = (model(&golden), model(&floats));
         assert!(logits(&golden) == logits(&floats), "{name}");
         assert_eq!(golden.weight_bytes(), floats.weight_bytes(), "{name}");
@@ -102,7 +105,11 @@ fn with_blocks(path: &Path, foreign: &Foreign, part: &str, scale: f32) -> Arc<Ch
         (state >> 24) as u8
     };
     for (index, layer) in tiny.layers().iter().enumerate() {
-        let weight = if part == "attn_qkv" { layer.weight(Slot::QueryKeyValue).unwrap() } else { layer.weight(Slot::MlpDown).unwrap() };
+        let weight = if part == "attn_qkv" {
+            layer.weight(Slot::QueryKeyValue).unwrap()
+        } else {
+            layer.weight(Slot::MlpDown).unwrap()
+        };
         let name = format!("blk.{index}.{part}.weight");
         let place = bytes.windows(name.len()).position(|found| found == name.as_bytes()).unwrap();
         // Behind the name: the number of axes, both axes, and the code of the type.
@@ -129,7 +136,11 @@ fn blocks_without_a_kernel_are_computed_with_in_f16() {
             let folder = tempfile::tempdir().unwrap();
             let made = with_blocks(&folder.path().join("tiny.gguf"), foreign, part, 1.0);
             let layer = &made.layers()[1];
-            let weight = if part == "attn_qkv" { layer.weight(Slot::QueryKeyValue).unwrap() } else { layer.weight(Slot::MlpDown).unwrap() };
+            let weight = if part == "attn_qkv" {
+                layer.weight(Slot::QueryKeyValue).unwrap()
+            } else {
+                layer.weight(Slot::MlpDown).unwrap()
+            };
             assert_eq!(weight.format(), foreign.format, "{name}");
             let rounded = rewritten(&made, &folder.path().join("f16.gguf"), &|_| None);
             let (test, expected) = (model(&made), model(&rounded));

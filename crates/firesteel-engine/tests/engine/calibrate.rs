@@ -1,7 +1,7 @@
 //! What a calibration counts, against sums made from the outputs of steps.
 
 use crate::support::{checkpoint, options};
-use firesteel_checkpoint::{Checkpoint, Weight};
+use firesteel_checkpoint::{Checkpoint, Slot, Weight};
 use firesteel_engine::{Calibration, CheckpointEmbedding, Engine, EngineOptions};
 use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, Role, Runner, StepSpec};
 use std::collections::HashMap;
@@ -54,7 +54,10 @@ fn importance_is_the_mean_square_of_the_inputs() {
     embedding.lookup(&IDS, &mut x).unwrap();
     let first = &checkpoint.layers()[0];
     let importance = |weight: &Weight| calibration.importance(weight.name()).unwrap();
-    near(&importance(first.weight(Slot::QueryKeyValue).unwrap()), &normed_squares(&checkpoint, first.weight(Slot::InputNorm).unwrap(), &x));
+    near(
+        &importance(first.weight(Slot::QueryKeyValue).unwrap()),
+        &normed_squares(&checkpoint, first.weight(Slot::InputNorm).unwrap(), &x),
+    );
 
     let whole = options(&checkpoint, IDS.len(), IDS.len(), CacheLayoutChoice::Auto);
     let spec = StepSpec::new(config, &whole).unwrap().with_logits(Logits::Hidden).unwrap();
@@ -68,8 +71,14 @@ fn importance_is_the_mean_square_of_the_inputs() {
     near(&importance(checkpoint.head_weight()), &head);
 
     for layer in checkpoint.layers() {
-        assert_eq!(importance(layer.weight(Slot::MlpGate).unwrap()), importance(layer.weight(Slot::MlpUp).unwrap()));
-        assert_eq!(importance(layer.weight(Slot::MlpDown).unwrap()).len(), config.intermediate_size);
+        assert_eq!(
+            importance(layer.weight(Slot::MlpGate).unwrap()),
+            importance(layer.weight(Slot::MlpUp).unwrap())
+        );
+        assert_eq!(
+            importance(layer.weight(Slot::MlpDown).unwrap()).len(),
+            config.intermediate_size
+        );
         let heads = config.num_attention_heads * config.head_dim;
         assert_eq!(importance(layer.weight(Slot::AttentionOut).unwrap()).len(), heads);
         assert_eq!(calibration.importance(layer.weight(Slot::InputNorm).unwrap().name()), None);
@@ -141,7 +150,11 @@ fn sequences_begin_anew_and_threads_do_not_matter() {
     };
     let cut = run(&checkpoint, &two());
     let parts = two().map(|text| run(&checkpoint, &[text]));
-    for weight in [layer.weight(Slot::AttentionOut).unwrap(), layer.weight(Slot::MlpDown).unwrap(), checkpoint.head_weight()] {
+    for weight in [
+        layer.weight(Slot::AttentionOut).unwrap(),
+        layer.weight(Slot::MlpDown).unwrap(),
+        checkpoint.head_weight(),
+    ] {
         let [left, right] = [squares(&parts[0], weight), squares(&parts[1], weight)];
         let sums: Vec<f64> = left.iter().zip(&right).map(|(a, b)| a + b).collect();
         let cut: Vec<f32> = squares(&cut, weight).iter().map(|v| *v as f32).collect();

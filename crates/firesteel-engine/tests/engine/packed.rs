@@ -1,7 +1,7 @@
 //! Weights in the kernels' layout, kept in files.
 
 use crate::support::{FOLDER, checkpoint, golden_gguf, spark_tiny};
-use firesteel_checkpoint::{Checkpoint, WriteOptions, write_checkpoint};
+use firesteel_checkpoint::{Checkpoint, Slot, WriteOptions, write_checkpoint};
 use firesteel_engine::{
     CpuModel, CpuOptions, KvFormat, PackedCache, PackedWeights, SequenceOptions,
 };
@@ -115,7 +115,13 @@ fn what_a_folder_needs_packed_is_packed_once() {
         let file = model.join("model.safetensors");
         let mut bytes = std::fs::read(&file).unwrap();
         let opened = Checkpoint::open(model).unwrap();
-        let (_, weight) = opened.layers()[0].qkv.stored_parts().unwrap().next().unwrap();
+        let (_, weight) = opened.layers()[0]
+            .weight(Slot::QueryKeyValue)
+            .unwrap()
+            .stored_parts()
+            .unwrap()
+            .next()
+            .unwrap();
         let place = bytes.windows(weight.len()).position(|part| part == &weight[..]).unwrap();
         bytes[place] ^= 64;
         std::fs::remove_file(&file).unwrap();

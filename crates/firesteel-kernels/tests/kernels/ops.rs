@@ -48,6 +48,29 @@ fn gelu_multiplies_and_passes_nan() {
 }
 
 #[test]
+fn silu_follows_libm_and_multiplies() {
+    let x = sweep();
+    let ones = vec![1.0; x.len()];
+    for isa in Isa::available() {
+        let mut out = x.clone();
+        ops::gated_silu(isa, &mut out, &ones).unwrap();
+        for (x, v) in x.iter().zip(&out) {
+            let x = f64::from(*x);
+            let expected = x / (1.0 + (-x).exp());
+            let error = (expected - f64::from(*v)).abs();
+            // Below −88.7 the result is 0.
+            assert!(error <= 4e-7 * expected.abs() + 1e-36, "{}: silu({x}) = {v}", isa.name());
+        }
+        let mut gate = vec![2.0, f32::NAN, -2e38, 20.0, f32::INFINITY];
+        ops::gated_silu(isa, &mut gate, &[3.0, 1.0, 5.0, 0.5, 1.0]).unwrap();
+        assert!((gate[0] - 3.0 * 1.761_594_2).abs() < 3e-6, "{gate:?}");
+        assert!(gate[1].is_nan());
+        assert_eq!(gate[2..], [0.0, 10.0, f32::INFINITY]);
+        assert!(ops::gated_silu(isa, &mut gate, &[1.0]).is_err());
+    }
+}
+
+#[test]
 fn sigmoid_and_softmax_follow_libm() {
     let x = sweep();
     for isa in Isa::available() {
@@ -126,11 +149,13 @@ fn every_instruction_set_gives_the_same_bytes() {
         let (mut a, mut b) = (x.clone(), x[..100_000].to_vec());
         ops::gated_gelu(isa, &mut a, &x).unwrap();
         ops::softmax(isa, &mut b, 1000).unwrap();
+        let mut e = x.clone();
+        ops::gated_silu(isa, &mut e, &x).unwrap();
         let mut c = x.clone();
         ops::sigmoid(isa, &mut c);
         let mut d = x.clone();
         let sum = ops::weigh(isa, &x, 1e3, 0.8, &mut d);
-        ([a, b, c, d].map(|v| bits(&v)), sum.to_bits())
+        ([a, b, c, d, e].map(|v| bits(&v)), sum.to_bits())
     };
     let expected = run(Isa::available()[0]);
     for isa in Isa::available() {

@@ -1,5 +1,5 @@
 use super::WeightError;
-use firesteel_checkpoint::{Checkpoint, Weight};
+use firesteel_checkpoint::{Checkpoint, FedBy, Half, LayerWeights, SlotKind, Weight};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
@@ -11,13 +11,14 @@ pub type ColumnSizes = BTreeMap<String, Vec<f32>>;
 /// the ranges.
 pub type Importance = BTreeMap<String, Vec<f32>>;
 
-/// Matrices that are multiplied with the same value, and what makes it.
-struct Fed<'a> {
+/// Matrices that are multiplied with the same value, and its producer: an equalization group (Nagel et
+/// al., Data-free quantization, 2019).
+struct Group<'a> {
     /// The name for its sizes.
     name: &'a str,
     /// The value by its name in the step's graph.
     value: String,
-    maker: Maker<'a>,
+    producer: Producer<'a>,
     /// Matrices whose size counts, and others.
     sized: Vec<&'a Weight>,
     others: Vec<&'a Weight>,
@@ -25,41 +26,52 @@ struct Fed<'a> {
 
 /// What is multiplied where columns are divided: the gains of a norm, or the rows of a matrix. The
 /// values of the attention are none of them, because a host sees them in its cache.
-enum Maker<'a> {
-    Norm(&'a Weight),
+enum Producer<'a> {
+    Gains(&'a Weight),
     Rows(&'a Weight),
 }
 
-fn fed(checkpoint: &Checkpoint) -> Vec<Fed<'_>> {
+impl<'a> Group<'a> {
+    /// The matrices of a layer that are fed by `fed_by`; `None` where there are none.
+    fn of(layer: &'a LayerWeights, index: usize, fed_by: FedBy) -> Option<Self> {
+        let of_kind = |kind| {
+            let of_kind =
+                layer.iter().filter(move |(spec, _)| spec.fed_by == fed_by && spec.kind == kind);
+            of_kind.map(|(_, weight)| weight).collect::<Vec<_>>()
+        };
+        let (sized, others) = (of_kind(SlotKind::Matrix), of_kind(SlotKind::SmallMatrix));
+        let first = sized.first()?;
+        let (name, value, producer) = match fed_by {
+            FedBy::Norm(slot) => {
+                let gains = layer.get(slot)?;
+                let value = match slot.half() {
+                    Half::Attention => "attention.norm",
+                    Half::FeedForward => "mlp.norm",
+                };
+                (gains.name(), value, Producer::Gains(gains))
+            }
+            FedBy::Product(slot) => (first.name(), "mlp.product", Producer::Rows(layer.get(slot)?)),
+            FedBy::Stream | FedBy::Attention => return None,
+        };
+        Some(Self { name, value: format!("layers.{index}.{value}"), producer, sized, others })
+    }
+}
+
+fn equalization_groups(checkpoint: &Checkpoint) -> Vec<Group<'_>> {
     let mut all = Vec::new();
     for (index, layer) in checkpoint.layers().iter().enumerate() {
-        let value = |name: &str| format!("layers.{index}.{name}");
-        all.push(Fed {
-            name: layer.input_norm.name(),
-            value: value("attention.norm"),
-            maker: Maker::Norm(&layer.input_norm),
-            sized: vec![&layer.qkv],
-            others: vec![&layer.head_gate],
-        });
-        all.push(Fed {
-            name: layer.post_attention_norm.name(),
-            value: value("mlp.norm"),
-            maker: Maker::Norm(&layer.post_attention_norm),
-            sized: vec![&layer.mlp_gate, &layer.mlp_up],
-            others: Vec::new(),
-        });
-        all.push(Fed {
-            name: layer.mlp_down.name(),
-            value: value("mlp.product"),
-            maker: Maker::Rows(&layer.mlp_up),
-            sized: vec![&layer.mlp_down],
-            others: Vec::new(),
-        });
+        let mut seen = Vec::new();
+        for (spec, _) in layer.iter() {
+            if !seen.contains(&spec.fed_by) {
+                seen.push(spec.fed_by);
+                all.extend(Group::of(layer, index, spec.fed_by));
+            }
+        }
     }
-    all.push(Fed {
+    all.push(Group {
         name: checkpoint.final_norm().name(),
         value: "head.norm".into(),
-        maker: Maker::Norm(checkpoint.final_norm()),
+        producer: Producer::Gains(checkpoint.final_norm()),
         sized: vec![checkpoint.head_weight()],
         others: Vec::new(),
     });
@@ -82,9 +94,9 @@ pub fn column_sizes(
     importance: &Importance,
 ) -> Result<ColumnSizes, WeightError> {
     let mut columns = ColumnSizes::new();
-    for Fed { name, value, maker, sized, .. } in fed(checkpoint) {
+    for Group { name, value, producer, sized, .. } in equalization_groups(checkpoint) {
         let met = importance.get(&value);
-        if met.is_none() && matches!(maker, Maker::Rows(_)) {
+        if met.is_none() && matches!(producer, Producer::Rows(_)) {
             continue;
         }
         let mut sizes = sizes(&sized)?;
@@ -109,13 +121,13 @@ pub fn with_columns(
     checkpoint: &Checkpoint,
     columns: &ColumnSizes,
 ) -> Result<Checkpoint, WeightError> {
-    let all = fed(checkpoint);
-    if let Some(name) = columns.keys().find(|name| !all.iter().any(|fed| fed.name == **name)) {
+    let all = equalization_groups(checkpoint);
+    if let Some(name) = columns.keys().find(|name| !all.iter().any(|group| group.name == **name)) {
         return Err(WeightError::NoNorm { norm: name.clone() });
     }
     // By the names that they have in the checkpoint.
     let mut changed: BTreeMap<&str, Weight> = BTreeMap::new();
-    for Fed { name, maker, sized, others, .. } in &all {
+    for Group { name, producer, sized, others, .. } in &all {
         let Some(sizes) = columns.get(*name) else { continue };
         let wrong = || WeightError::ColumnSizes {
             norm: (*name).to_owned(),
@@ -131,12 +143,12 @@ pub fn with_columns(
             let scaled = own.with_scaled_columns(new, &inverse).ok_or_else(wrong)?;
             changed.insert(weight.name(), scaled);
         }
-        match maker {
-            Maker::Norm(norm) => {
+        match producer {
+            Producer::Gains(norm) => {
                 let scaled = norm.with_scaled_columns(norm.name(), sizes).ok_or_else(wrong)?;
                 changed.insert(norm.name(), scaled);
             }
-            Maker::Rows(matrix) => {
+            Producer::Rows(matrix) => {
                 let own = changed.get(matrix.name()).unwrap_or(matrix);
                 let scaled = own.with_scaled_rows(matrix.name(), sizes).ok_or_else(wrong)?;
                 changed.insert(matrix.name(), scaled);
@@ -256,7 +268,7 @@ const ROWS: usize = 4096;
 mod tests {
     use super::*;
     use crate::weights::{WeightBits, round_nearest};
-    use firesteel_checkpoint::{RandomWeights, preset};
+    use firesteel_checkpoint::{RandomWeights, Slot, preset};
     use firesteel_engine::Calibration;
     use firesteel_tensor::DType;
     use std::sync::Arc;
@@ -272,7 +284,10 @@ mod tests {
     fn noise(model: &Checkpoint, met: &[f32]) -> f64 {
         let layer = &model.layers()[0];
         let columns = met.len();
-        let (mut gains, mut values) = (vec![0f32; columns], vec![0f32; layer.weight(Slot::QueryKeyValue).unwrap().element_count()]);
+        let (mut gains, mut values) = (
+            vec![0f32; columns],
+            vec![0f32; layer.weight(Slot::QueryKeyValue).unwrap().element_count()],
+        );
         layer.weight(Slot::InputNorm).unwrap().read_f32(0, &mut gains).unwrap();
         layer.weight(Slot::QueryKeyValue).unwrap().read_f32(0, &mut values).unwrap();
         let rows = values.len() / columns;

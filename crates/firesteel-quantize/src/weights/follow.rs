@@ -1,7 +1,7 @@
 //! Rounds the matrices of a model in the order in which a text meets them, each for what the
 //! matrices before it have become.
 
-use super::model::{groups, read};
+use super::model::read;
 use super::scores::round_of_model;
 use super::texts::{token_weights, weigh};
 use super::{Gram, OutputError, QuantizedMatrix, WeightBits, WeightError};
@@ -20,9 +20,6 @@ const SHARE: f64 = 0.5;
 
 /// Rows of a matrix that are changed together.
 const TOGETHER: usize = 128;
-
-/// Groups of matrices of a layer that have the same inputs.
-const STAGES: usize = 4;
 
 /// The text on its way through the model: the residual stream `[T, H]` of the floats and of the
 /// integers.
@@ -110,10 +107,10 @@ pub(super) fn round(
     let mut streams = Streams { quantized: Vec::new(), float };
     let mut matrices = BTreeMap::new();
     let mut changed = Arc::clone(model);
-    let groups = groups(model);
-    let mut of_layers = groups.iter();
     for layer in 0..options.layers.end {
-        let stages: Vec<&Vec<&Weight>> = of_layers.by_ref().take(STAGES).collect();
+        let weights = model.layers().get(layer).ok_or_else(|| EngineError::Calibration {
+            reason: format!("the model has no layer {layer}"),
+        })?;
         if layer < options.layers.start {
             streams.float = inputs(model, layer, &streams.float, texts, &[])?.0;
             continue;
@@ -121,13 +118,12 @@ pub(super) fn round(
         if layer == options.layers.start {
             streams.quantized = streams.float.clone();
         }
-        let wide =
-            |stage: &&Vec<&Weight>| stage.iter().any(|weight| width(weight.name()).is_some());
-        let stages: Vec<&Vec<&Weight>> = stages.into_iter().filter(wide).collect();
+        let wide = |stage: &Vec<&Weight>| stage.iter().any(|weight| width(weight.name()).is_some());
+        let stages: Vec<Vec<&Weight>> = weights.groups().into_iter().filter(wide).collect();
         let names: Vec<&str> =
             stages.iter().filter_map(|group| group.first()).map(|weight| weight.name()).collect();
         let (after, wanted) = inputs(model, layer, &streams.float, texts, &names)?;
-        for (stage, name) in stages.into_iter().zip(&names) {
+        for (stage, name) in stages.iter().zip(&names) {
             if !options.follow {
                 if let Some(met) = wanted.get(*name) {
                     quantize(model, stage, (None, met), width, &mut matrices, done)?;
@@ -143,7 +139,8 @@ pub(super) fn round(
         }
         streams.float = after;
     }
-    if let Some(head) = of_layers.next().filter(|_| options.head) {
+    if options.head {
+        let head = &[model.head_weight()];
         let wanted = normed(model, &streams.float, texts)?;
         match options.follow {
             false => quantize(model, head, (None, &wanted), width, &mut matrices, done)?,

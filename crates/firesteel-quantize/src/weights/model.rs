@@ -4,7 +4,7 @@ use super::{
     Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, ScoreRows, WeightBits, WeightError,
     plan, round_for_output, round_nearest,
 };
-use firesteel_checkpoint::{Checkpoint, Weight};
+use firesteel_checkpoint::{Checkpoint, LayerWeights, Weight};
 use firesteel_engine::Calibration;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub struct QuantizedModel {
     /// The model in floats whose matrices they are: it computes what the original one does, but
     /// its weights are not the same.
     pub model: Arc<Checkpoint>,
-    /// By the names in `model`: the matrices of all layers but the head-wise gates, and the head.
+    /// By the names in `model`: the matrices of all layers but the small ones, and the head.
     pub matrices: BTreeMap<String, QuantizedMatrix>,
     /// Their widths.
     pub plan: Plan,
@@ -57,7 +57,7 @@ pub struct QuantizedModel {
 }
 
 impl QuantizedModel {
-    /// The model with the values of the integers in f32. The embedding and the head-wise gates keep
+    /// The model with the values of the integers in f32. The embedding and small matrices keep
     /// theirs.
     ///
     /// # Errors
@@ -248,7 +248,7 @@ struct Reference<'a> {
 impl<'a> Reference<'a> {
     fn of(model: &Checkpoint, texts: &'a [&'a [u32]]) -> Result<Self, WeightError> {
         let mut floats = Vec::new();
-        for weight in groups(model).into_iter().flatten() {
+        for weight in rounded(model) {
             let (_, _, values) = read(weight)?;
             floats.push(Weight::from_f32(weight.name(), weight.shape().to_vec(), values)?);
         }
@@ -288,8 +288,8 @@ impl<'a> Reference<'a> {
     ) -> Result<(), WeightError> {
         let narrow = widened(&self.model, matrices)?;
         let all = self.harm(&narrow)?;
-        let floats = groups(&self.model).into_iter().flatten();
-        let floats: HashMap<&str, &Weight> = floats.map(|weight| (weight.name(), weight)).collect();
+        let floats = rounded(&self.model).map(|weight| (weight.name(), weight));
+        let floats: HashMap<&str, &Weight> = floats.collect();
         let gained =
             |all: f64, left: f64| if all > 0.0 { (1.0 - left / all).max(0.0) } else { 0.0 };
         let mut gains = Vec::with_capacity(choices.len());
@@ -337,17 +337,10 @@ fn log_probabilities(logits: &[f32]) -> Vec<f64> {
     logits.iter().map(|logit| f64::from(logit - most) - sum.ln()).collect()
 }
 
-/// Matrices that are multiplied with the same inputs.
-pub(super) fn groups(model: &Checkpoint) -> Vec<Vec<&Weight>> {
-    let mut groups = Vec::new();
-    for layer in model.layers() {
-        groups.push(vec![&layer.qkv]);
-        groups.push(vec![&layer.attention_out]);
-        groups.push(vec![&layer.mlp_gate, &layer.mlp_up]);
-        groups.push(vec![&layer.mlp_down]);
-    }
-    groups.push(vec![model.head_weight()]);
-    groups
+/// The matrices that are rounded: those of the layers, and the head.
+fn rounded(model: &Checkpoint) -> impl Iterator<Item = &Weight> {
+    let layers = model.layers().iter().flat_map(LayerWeights::matrices);
+    layers.chain([model.head_weight()])
 }
 
 /// Rows, columns and values of a matrix.

@@ -3,8 +3,8 @@
 use super::output_error::{Form, Full, PANEL, block};
 use super::round::{Reach, Row, TOGETHER, candidates, code, joined, round_rows, search, stored};
 use super::{OutputError, QuantizedMatrix, WeightBits, WeightError, check, round_for_output};
-use firesteel_checkpoint::{Checkpoint, LayerKind, Rope};
-use firesteel_step::StepSpec;
+use firesteel_checkpoint::{Checkpoint, LayerKind, LayerWeights, Rope, Slot};
+use firesteel_step::{StepSpec, rope_frequencies};
 use ndarray::Array2;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -31,10 +31,19 @@ pub struct ScoreRows {
 }
 
 impl ScoreRows {
-    /// Those of the matrix `name` of `model`; `None` when it makes no queries.
+    /// Those of the matrix `name` of `model`; `None` when it does not make queries, keys and values, or
+    /// when a norm stands between its rows and the scores (QK-norm): a norm divides the error by the
+    /// length of the head, which differs from token to token, and takes away what is along the head, so
+    /// that what an error of the rows does is not the product that is measured here.
     pub fn of(model: &Checkpoint, name: &str) -> Option<Self> {
         let config = model.config();
-        let index = model.layers().iter().position(|layer| layer.qkv.name() == name)?;
+        let fused = |layer: &LayerWeights| {
+            layer.get(Slot::QueryKeyValue).is_some_and(|weight| weight.name() == name)
+        };
+        let index = model.layers().iter().position(fused)?;
+        if config.family.block().attention.qk_norm {
+            return None;
+        }
         let kind = *config.layer_types.get(index)?;
         let window = config.sliding_window.filter(|_| kind == LayerKind::Sliding);
         let (heads, pairs) = (config.num_attention_heads, config.num_key_value_heads);
@@ -77,15 +86,15 @@ impl ScoreRows {
     fn averaged(&self, met: &Array2<f64>, forwards: bool) -> Array2<f64> {
         let Some(rope) = self.rope else { return met.clone() };
         let half = rope.dims / 2;
+        let frequencies = rope_frequencies(rope);
         let mut mean = Array2::<f64>::zeros(met.dim());
         for index in 0..DISTANCES {
             // The golden ratio spreads them without a period.
             let distance = (index as f64 * 0.618_033_988_749_894_9).fract() * self.span as f64;
             let sign = if forwards { 1.0 } else { -1.0 };
             let mut turned = met.clone();
-            for pair in 0..half {
-                let angle =
-                    sign * distance * rope.theta.powf(-2.0 * pair as f64 / rope.dims as f64);
+            for (pair, frequency) in frequencies.iter().enumerate() {
+                let angle = sign * distance * frequency;
                 let (sin, cos) = angle.sin_cos();
                 let (a, b) = (pair, pair + half);
                 for i in 0..self.width {
@@ -293,13 +302,8 @@ mod tests {
     use super::super::numbers;
     use super::*;
 
-    const SCORES: ScoreRows = ScoreRows {
-        heads: 4,
-        pairs: 2,
-        width: 48,
-        rope: Some(Rope { theta: 1e4, dims: 8 }),
-        span: 64,
-    };
+    const SCORES: ScoreRows =
+        ScoreRows { heads: 4, pairs: 2, width: 48, rope: Some(Rope::plain(1e4, 8)), span: 64 };
     const COLUMNS: usize = 192;
 
     /// What columns meet: a few of them far more than the others.

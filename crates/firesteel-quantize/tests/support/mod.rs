@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail as tests do")]
 
 use firesteel_check::{SnrMeter, TextReport, compare_text};
-use firesteel_checkpoint::{Checkpoint, ModelConfig, RandomWeights, Weight};
+use firesteel_checkpoint::{Checkpoint, LayerWeights, ModelConfig, RandomWeights, Weight};
 use firesteel_engine::{
     Calibration, CheckpointEmbedding, CpuModel, CpuSequence, KvFormat, SequenceOptions,
 };
@@ -73,10 +73,7 @@ pub(crate) fn plainly_rounded(
     bits: WeightBits,
     head: WeightBits,
 ) -> Checkpoint {
-    let layers = model.layers().iter();
-    let weights = layers.flat_map(|layer| {
-        [layer.weight(Slot::QueryKeyValue).unwrap(), layer.weight(Slot::AttentionOut).unwrap(), layer.weight(Slot::MlpGate).unwrap(), layer.weight(Slot::MlpUp).unwrap(), layer.weight(Slot::MlpDown).unwrap()]
-    });
+    let weights = model.layers().iter().flat_map(LayerWeights::matrices);
     let weights = weights.map(|weight| (weight.name(), weight, bits));
     let rounded = weights.chain([(Checkpoint::HEAD, model.head_weight(), head)]).map(
         |(name, weight, bits)| {

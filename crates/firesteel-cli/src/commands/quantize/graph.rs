@@ -13,7 +13,7 @@ use firesteel_artifact::{
     sha256, write_artifact,
 };
 use firesteel_check::{Snr, SnrMeter};
-use firesteel_checkpoint::{Checkpoint, LayerWeights, ModelConfig};
+use firesteel_checkpoint::{Checkpoint, Family, ModelConfig, SlotKind, Weight};
 use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
 use firesteel_generate::AddedTokens;
 use firesteel_quantize::weights::{
@@ -501,7 +501,7 @@ impl GraphRequest<'_> {
         };
         let options = ModelOptions {
             widths: Widths::Mixed(match budget {
-                Budget::Bits(bits) => Budget::Bits(without_gates(bits, checkpoint)),
+                Budget::Bits(bits) => Budget::Bits(without_small(bits, checkpoint)),
                 Budget::Decibels(_) => budget,
             }),
             measured: &aside,
@@ -773,20 +773,16 @@ fn slice(matrix: &QuantizedMatrix, rows: Range<usize>) -> Option<QuantizedMatrix
     Some(QuantizedMatrix { rows: rows.len(), codes, scales, ..*matrix })
 }
 
-/// The bits that are left for each weight of the other matrices when the gates of the heads have
-/// 16.
-fn without_gates(bits: f64, checkpoint: &Checkpoint) -> f64 {
-    let gate = |layer: &LayerWeights| layer.head_gate.element_count() as f64;
-    let gates: f64 = checkpoint.layers().iter().map(gate).sum();
-    let matrices = checkpoint.layers().iter().flat_map(|layer| {
-        [&layer.qkv, &layer.attention_out, &layer.mlp_gate, &layer.mlp_up, &layer.mlp_down]
-    });
-    let others: f64 = matrices
-        .chain([checkpoint.head_weight()])
-        .map(|weight| weight.element_count() as f64)
-        .sum();
-    let scales = 32.0 * checkpoint.layers().len() as f64;
-    (bits * (gates + others) - 16.0 * gates - scales) / others.max(1.0)
+/// The bits that are left for each weight of the other matrices when the small ones have 16.
+fn without_small(bits: f64, checkpoint: &Checkpoint) -> f64 {
+    let elements = |weight: &Weight| weight.element_count() as f64;
+    let of_kind = |kind| checkpoint.layers().iter().flat_map(move |layer| layer.of_kind(kind));
+    let small: f64 = of_kind(SlotKind::SmallMatrix).map(elements).sum();
+    let others: f64 =
+        of_kind(SlotKind::Matrix).chain([checkpoint.head_weight()]).map(elements).sum();
+    // One scale each.
+    let scales = 32.0 * of_kind(SlotKind::SmallMatrix).count() as f64;
+    (bits * (small + others) - 16.0 * small - scales) / others.max(1.0)
 }
 
 /// Refuses artifacts that are no graphs in floats in the dialect of the integers.
@@ -824,7 +820,7 @@ fn same_model(ranges: &Ranges, source: &Source) -> anyhow::Result<()> {
 /// so that it does not matter whether its columns were sized, which parts the two.
 fn fits(glob: &Pattern, name: &str) -> bool {
     let part = name.strip_prefix(whole_name(name)).unwrap_or_default();
-    let head = whole_name(name) == Checkpoint::EMBEDDING;
+    let head = Family::all().any(|family| whole_name(name) == family.embedding_name());
     glob.matches(name) || head && glob.matches(&format!("{}{part}", Checkpoint::HEAD))
 }
 

@@ -1,5 +1,7 @@
 use crate::{Dialect, ExportError, ExportOptions, Gelu, Precision, WeightSource, lint};
-use firesteel_checkpoint::{Checkpoint, LayerKind, LayerWeights, ModelConfig, Weight};
+use firesteel_checkpoint::{
+    Activation, Checkpoint, LayerKind, LayerWeights, ModelConfig, Slot, Weight,
+};
 use firesteel_graph::{Constant, GeluForm, Graph, GraphError, Op, ValueId};
 use firesteel_step::{CacheLayout, LayerSpec, Logits, Role, StepOptions, StepSpec};
 use firesteel_tensor::{DType, Tensor};
@@ -58,6 +60,11 @@ pub fn build(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<StepGra
     }
     if shards > 1 && options.logits == Logits::Hidden {
         return option("--head-shards", shards.to_string(), "there is no head with --no-lm-head");
+    }
+    let activation = config.family.block().mlp.activation;
+    if activation != Activation::Gelu && options.gelu != Gelu::default() {
+        let problem = format!("layers of {} have {} instead", config.family, activation.name());
+        return option("--gelu", format!("{:?}", options.gelu).to_lowercase(), &problem);
     }
     let spec = StepSpec::new(
         config,
@@ -225,7 +232,7 @@ impl<'a> Builder<'a> {
         &mut self,
         checkpoint: &Checkpoint,
         spec: &StepSpec,
-    ) -> Result<Vec<String>, GraphError> {
+    ) -> Result<Vec<String>, ExportError> {
         let mut inputs = HashMap::new();
         for tensor in &spec.inputs {
             let id = self.graph.input(&tensor.name, tensor.dtype, tensor.shape.clone())?;
@@ -306,18 +313,19 @@ impl<'a> Builder<'a> {
         result
     }
 
-    /// x / √(mean(x²) + ε) · weight over the last axis of x [T, H].
+    /// x / √(mean(x²) + ε) · weight over the last axis of x, which the weight is as long as.
     fn rms_norm(&mut self, x: ValueId, weight: &Weight, name: &str) -> Built {
         let epsilon = self.config.rms_norm_eps;
+        let axis = self.graph.value(x).shape.len().saturating_sub(1);
         let scale = self.weight(weight.name(), weight)?;
         let part = |suffix: &str| format!("{name}.{suffix}");
         if self.options.dialect == Dialect::Qnn {
-            let op = Op::RmsNormalization { axis: 1, epsilon: epsilon as f32 };
+            let op = Op::RmsNormalization { axis, epsilon: epsilon as f32 };
             return self.add(op, &[x, scale], name);
         }
         let root = if self.options.precision == Precision::Fp32 {
             let square = self.add(Op::Mul, &[x, x], &part("square"))?;
-            let mean = self.add(Op::ReduceMean { axis: 1 }, &[square], &part("mean"))?;
+            let mean = self.add(Op::ReduceMean { axis }, &[square], &part("mean"))?;
             let epsilon = self.scalar("epsilon", epsilon)?;
             let sum = self.add(Op::Add, &[mean, epsilon], &part("sum"))?;
             self.add(Op::Sqrt, &[sum], &part("root"))?
@@ -326,12 +334,12 @@ impl<'a> Builder<'a> {
             // 1 and the product is at most m, so nothing overflows for any finite x; m is kept
             // above √ε, so that small rows divide by something.
             let magnitude = self.add(Op::Abs, &[x], &part("magnitude"))?;
-            let largest = self.add(Op::ReduceMax { axis: 1 }, &[magnitude], &part("largest"))?;
+            let largest = self.add(Op::ReduceMax { axis }, &[magnitude], &part("largest"))?;
             let floor = self.scalar("floor", epsilon.sqrt().max(f64::from(f32::powi(2.0, -14))))?;
             let largest = self.add(Op::Max, &[largest, floor], &part("unit"))?;
             let scaled = self.add(Op::Div, &[x, largest], &part("scaled"))?;
             let square = self.add(Op::Mul, &[scaled, scaled], &part("square"))?;
-            let mean = self.add(Op::ReduceMean { axis: 1 }, &[square], &part("mean"))?;
+            let mean = self.add(Op::ReduceMean { axis }, &[square], &part("mean"))?;
             let root_epsilon = self.scalar("root_epsilon", epsilon.sqrt())?;
             let ratio = self.add(Op::Div, &[root_epsilon, largest], &part("ratio"))?;
             let ratio = self.add(Op::Mul, &[ratio, ratio], &part("ratio_square"))?;
@@ -361,6 +369,17 @@ impl<'a> Builder<'a> {
         let tanh = self.add(Op::Tanh, &[halved], &part("tanh"))?;
         let scaled = self.add(Op::Mul, &[tanh, half], &part("scaled"))?;
         self.add(Op::Add, &[scaled, half], name)
+    }
+
+    /// The activation of the feed-forward part.
+    fn activation(&mut self, x: ValueId) -> Built {
+        match self.config.family.block().mlp.activation {
+            Activation::Gelu => self.gelu(x, "mlp.gelu"),
+            Activation::Silu => {
+                let sigmoid = self.sigmoid(x, "mlp.silu.sigmoid")?;
+                self.add(Op::Mul, &[x, sigmoid], "mlp.silu")
+            }
+        }
     }
 
     fn gelu(&mut self, x: ValueId, name: &str) -> Built {
@@ -452,25 +471,20 @@ impl<'a> Builder<'a> {
         weights: &LayerWeights,
         x: ValueId,
         ports: &LayerPorts<'_>,
-    ) -> Result<(ValueId, ValueId, ValueId), GraphError> {
+    ) -> Result<(ValueId, ValueId, ValueId), ExportError> {
         let config = self.config;
         let (tokens, width) = (spec.tokens, config.head_dim);
         let (heads, shared) = (config.num_attention_heads, config.num_key_value_heads);
         let group = config.group_size();
-        let normed = self.rms_norm(x, &weights.input_norm, "attention.norm")?;
-        let fused = self.linear(normed, &weights.qkv, "attention.qkv")?;
-        let parts = self.split(
-            fused,
-            "attention.parts",
-            1,
-            &[
-                ("attention.q_rows", config.query_size()),
-                ("attention.k_rows", config.key_value_size()),
-                ("attention.v_rows", config.key_value_size()),
-            ],
-        )?;
-        let q = self.heads(parts[0], heads, "attention.q")?;
-        let k = self.heads(parts[1], shared, "attention.k")?;
+        let block = config.family.block();
+        let normed = self.rms_norm(x, weights.weight(Slot::InputNorm)?, "attention.norm")?;
+        let [q, k, v_rows] = self.query_key_value(normed, weights)?;
+        let mut q = self.heads(q, heads, "attention.q")?;
+        let mut k = self.heads(k, shared, "attention.k")?;
+        if block.attention.qk_norm {
+            q = self.rms_norm(q, weights.weight(Slot::QueryNorm)?, "attention.q_norm")?;
+            k = self.rms_norm(k, weights.weight(Slot::KeyNorm)?, "attention.k_norm")?;
+        }
 
         // New entries bear the contract's names where they are what the step returns.
         let rolled =
@@ -491,11 +505,11 @@ impl<'a> Builder<'a> {
             self.prefix.clear();
         }
         let v = if tokens == 1 {
-            self.reshape(parts[2], &value_name, vec![1, shared, 1, width])?
+            self.reshape(v_rows, &value_name, vec![1, shared, 1, width])?
         } else {
             let by_token = format!("{prefix}attention.v_by_token");
             let shape = vec![1, tokens, shared, width];
-            let by_token = self.graph.add(Op::Reshape { shape }, &[parts[2]], by_token)?;
+            let by_token = self.graph.add(Op::Reshape { shape }, &[v_rows], by_token)?;
             self.transpose(by_token, &value_name, &[0, 2, 1, 3])?
         };
         self.prefix = prefix;
@@ -527,7 +541,54 @@ impl<'a> Builder<'a> {
         let mixed = self.add(Op::MatMul, &[attention, values], "attention.mixed")?;
         let mixed = self.reshape(mixed, "attention.by_head", vec![1, heads, tokens, width])?;
 
-        let gate = self.linear(normed, &weights.head_gate, "attention.gate_rows")?;
+        let mut gated = match block.attention.head_gate {
+            true => self.head_gate(mixed, normed, weights.weight(Slot::HeadGate)?)?,
+            false => mixed,
+        };
+        if tokens > 1 {
+            gated = self.transpose(gated, "attention.gated_by_token", &[0, 2, 1, 3])?;
+        }
+        let rows = self.reshape(gated, "attention.out_rows", vec![tokens, heads * width])?;
+        let out = self.linear(rows, weights.weight(Slot::AttentionOut)?, "attention.out")?;
+        let x = self.add(Op::Add, &[x, out], "attention.residual")?;
+
+        let normed = self.rms_norm(x, weights.weight(Slot::PostAttentionNorm)?, "mlp.norm")?;
+        let gate = self.linear(normed, weights.weight(Slot::MlpGate)?, "mlp.gate")?;
+        let active = self.activation(gate)?;
+        let up = self.linear(normed, weights.weight(Slot::MlpUp)?, "mlp.up")?;
+        let product = self.add(Op::Mul, &[active, up], "mlp.product")?;
+        let down = self.linear(product, weights.weight(Slot::MlpDown)?, "mlp.down")?;
+        let x = self.add(Op::Add, &[x, down], "residual")?;
+        Ok((x, new_keys, new_values))
+    }
+
+    /// Rows of queries, keys and values of `normed` [T, H], by one product or by three.
+    fn query_key_value(
+        &mut self,
+        normed: ValueId,
+        weights: &LayerWeights,
+    ) -> Result<[ValueId; 3], ExportError> {
+        let config = self.config;
+        let (query, pair) = (config.query_size(), config.key_value_size());
+        let names = ["attention.q_rows", "attention.k_rows", "attention.v_rows"];
+        let [q, k, v] = names;
+        if let Some(fused) = weights.get(Slot::QueryKeyValue) {
+            let fused = self.linear(normed, fused, "attention.qkv")?;
+            let parts = [(q, query), (k, pair), (v, pair)];
+            let parts = self.split(fused, "attention.parts", 1, &parts)?;
+            return Ok([parts[0], parts[1], parts[2]]);
+        }
+        Ok([
+            self.linear(normed, weights.weight(Slot::Query)?, q)?,
+            self.linear(normed, weights.weight(Slot::Key)?, k)?,
+            self.linear(normed, weights.weight(Slot::Value)?, v)?,
+        ])
+    }
+
+    /// What each head attended to [1, heads, T, head_dim] times its gate, which is made of `normed`.
+    fn head_gate(&mut self, mixed: ValueId, normed: ValueId, weight: &Weight) -> Built {
+        let (heads, tokens) = (self.config.num_attention_heads, self.options.tokens);
+        let gate = self.linear(normed, weight, "attention.gate_rows")?;
         let gate = self.sigmoid(gate, "attention.gate_sigmoid")?;
         let gate = if tokens == 1 {
             gate
@@ -535,22 +596,7 @@ impl<'a> Builder<'a> {
             self.transpose(gate, "attention.gate_by_head", &[1, 0])?
         };
         let gate = self.reshape(gate, "attention.gate", vec![1, heads, tokens, 1])?;
-        let mut gated = self.add(Op::Mul, &[mixed, gate], "attention.gated")?;
-        if tokens > 1 {
-            gated = self.transpose(gated, "attention.gated_by_token", &[0, 2, 1, 3])?;
-        }
-        let rows = self.reshape(gated, "attention.out_rows", vec![tokens, heads * width])?;
-        let out = self.linear(rows, &weights.attention_out, "attention.out")?;
-        let x = self.add(Op::Add, &[x, out], "attention.residual")?;
-
-        let normed = self.rms_norm(x, &weights.post_attention_norm, "mlp.norm")?;
-        let gate = self.linear(normed, &weights.mlp_gate, "mlp.gate")?;
-        let active = self.gelu(gate, "mlp.gelu")?;
-        let up = self.linear(normed, &weights.mlp_up, "mlp.up")?;
-        let product = self.add(Op::Mul, &[active, up], "mlp.product")?;
-        let down = self.linear(product, &weights.mlp_down, "mlp.down")?;
-        let x = self.add(Op::Add, &[x, down], "residual")?;
-        Ok((x, new_keys, new_values))
+        self.add(Op::Mul, &[mixed, gate], "attention.gated")
     }
 
     /// Joins a cache with the step's entries: what the layer scores and what the step returns.
