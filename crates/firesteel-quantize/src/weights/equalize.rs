@@ -315,7 +315,7 @@ mod tests {
         let columns = column_sizes(&model, &importance).unwrap();
         // Of what the other matrices meet nothing is known.
         assert_eq!(columns.len(), 3);
-        let sizes = columns[model.layers()[0].weight(Slot::InputNorm).unwrap().name()];
+        let sizes = &columns[model.layers()[0].weight(Slot::InputNorm).unwrap().name()];
         let others = sizes[8];
         assert!(sizes[7] < 0.8 * others && sizes[100] < sizes[7], "{} {}", sizes[7], sizes[100]);
         let sized = noise(&with_columns(&model, &columns).unwrap(), &met);
@@ -338,7 +338,7 @@ mod tests {
         let value = |layer: usize| (format!("layers.{layer}.mlp.product"), met.clone());
         let columns = column_sizes(&model, &Importance::from([value(0), value(1)])).unwrap();
         assert_eq!(columns.len(), 2 * 3 + 1);
-        let down = columns[model.layers()[1].weight(Slot::MlpDown).unwrap().name()];
+        let down = &columns[model.layers()[1].weight(Slot::MlpDown).unwrap().name()];
         assert!(down[5] < 0.8 * down[6], "{} {}", down[5], down[6]);
         let sized = Arc::new(with_columns(&model, &columns).unwrap());
         let streams = |model: &Arc<Checkpoint>| {
