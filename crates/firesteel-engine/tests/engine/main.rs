@@ -7,6 +7,7 @@ mod calibrate;
 mod contract;
 mod cpu;
 mod decoder;
+mod families;
 mod packed;
 mod sequence;
 mod steps;
