@@ -141,10 +141,12 @@ impl Runner for EngineRunner {
     }
 
     fn settings(&self) -> Vec<(String, String)> {
-        vec![
-            ("gelu".into(), self.engine.options.gelu.name().into()),
-            ("arithmetic".into(), "f64".into()),
-        ]
+        let activation = self.engine.checkpoint.config().family.block().mlp.activation;
+        let activation = match activation {
+            Activation::Gelu => ("gelu".into(), self.engine.options.gelu.name().into()),
+            Activation::Silu => ("activation".into(), activation.name().into()),
+        };
+        vec![activation, ("arithmetic".into(), "f64".into())]
     }
 
     fn step(&mut self, inputs: &StepInputs<'_>) -> Result<StepOutputs, RunnerError> {

@@ -312,6 +312,7 @@ fn config_of(config: &ModelConfig, shape: &LayerShape) -> Result<ModelConfig, Pr
     let layer_types: Vec<LayerKind> =
         kinds.into_iter().filter(|(_, has)| *has).map(|(kind, _)| kind).collect();
     let model = ModelConfig {
+        family: shape.family,
         hidden_size: shape.hidden_size,
         intermediate_size: shape.intermediate_size,
         num_attention_heads: shape.num_attention_heads,

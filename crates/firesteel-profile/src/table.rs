@@ -1,5 +1,5 @@
 use crate::ProfileError;
-use firesteel_checkpoint::{LayerKind, ModelConfig, mistaken_file};
+use firesteel_checkpoint::{Family, LayerKind, ModelConfig, mistaken_file};
 use firesteel_step::CacheLayout;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -35,7 +35,7 @@ const MAX_MS: f64 = 1e9;
 ///   "device": "a phone",
 ///   "soc": "its chip",
 ///   "model": {
-///     "hidden_size": 2048, "intermediate_size": 6656, "num_attention_heads": 8,
+///     "model_type": "spark2_5", "hidden_size": 2048, "intermediate_size": 6656, "num_attention_heads": 8,
 ///     "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 131072, "sliding_window": 512,
 ///     "rotary_dims_sliding": 256, "rotary_dims_full": 64
 ///   },
@@ -72,6 +72,9 @@ pub struct Table {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerShape {
+    /// Family of the model, which says what its layers compute.
+    #[serde(rename = "model_type")]
+    pub family: Family,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the feed-forward layer.
@@ -249,7 +252,7 @@ impl Measurement {
 }
 
 impl Table {
-    /// The published times of a Galaxy S25 (Spark-X2.5 1.7B).
+    /// The published times of a Galaxy S25, with the model that they are of.
     ///
     /// # Errors
     /// None that a caller could cause: the file is a part of the program.
@@ -448,6 +451,13 @@ impl Table {
     /// The first value that differs.
     pub fn require_shape(&self, config: &ModelConfig) -> Result<(), ProfileError> {
         let model = LayerShape::of(config);
+        if self.model.family != model.family {
+            return Err(ProfileError::Shape {
+                key: "model_type",
+                table: self.model.family.model_type().into(),
+                model: model.family.model_type().into(),
+            });
+        }
         for ((key, table), (_, model)) in self.model.values().into_iter().zip(model.values()) {
             // What only one kind of layer needs does not matter to a model without that kind.
             let Some(model) = model else { continue };
@@ -471,6 +481,7 @@ impl LayerShape {
             config.rope(kind).filter(|_| used).map(|rope| rope.dims)
         };
         Self {
+            family: config.family,
             hidden_size: config.hidden_size,
             intermediate_size: config.intermediate_size,
             num_attention_heads: config.num_attention_heads,

@@ -11,8 +11,7 @@ use std::process::ExitCode;
 /// Equal options write equal bytes, on any number of threads.
 #[derive(Debug, Args)]
 pub(crate) struct Synth {
-    /// Shape: spark-x2.5-1.7b or spark-x2.5-4b
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help = format!("Shape: {}", presets().join(", ")))]
     preset: String,
     /// Keep only the first N layers
     #[arg(long, value_name = "N")]

@@ -106,7 +106,7 @@ fn help_of_synth() {
 
     Options:
           --preset <NAME>
-              Shape: spark-x2.5-1.7b or spark-x2.5-4b
+              Shape: spark-x2.5-1.7b, spark-x2.5-4b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b
 
           --layers <N>
               Keep only the first N layers

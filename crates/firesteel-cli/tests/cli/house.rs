@@ -1,6 +1,7 @@
 //! The project's own rules.
 
 use crate::support::ROOT;
+use firesteel_checkpoint::Family;
 use std::path::Path;
 
 fn crates() -> Vec<String> {
@@ -37,4 +38,51 @@ fn crates_depend_only_on_crates_above_them() {
             assert!(above < place, "{name} depends on {dependency}, which is below it");
         }
     }
+}
+
+/// Files of Rust below a folder.
+fn sources(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// A family is a description: what it is called stands in the folders of descriptions alone, and
+/// neither a type nor a branch of the program is made for it. Comments and tests may name one.
+#[test]
+fn no_source_file_names_a_family_but_its_description() {
+    let mut names: Vec<String> = Vec::new();
+    for family in Family::all() {
+        for name in [family.model_type(), family.architecture(), family.name()] {
+            // The name without its version.
+            let end = name.find(|c: char| !c.is_ascii_alphabetic()).unwrap_or(name.len());
+            names.push(name[..end].to_ascii_lowercase());
+        }
+    }
+    assert!(names.iter().all(|name| name.len() >= 4), "{names:?}");
+    let mut found = Vec::new();
+    for name in crates() {
+        sources(&Path::new(ROOT).join("crates").join(name).join("src"), &mut found);
+    }
+    let mut failures = Vec::new();
+    for path in found {
+        let description = |folder: &str| path.iter().any(|part| part == folder);
+        if description("family") || description("syntax") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let code = text.split("#[cfg(test)]\nmod tests").next().unwrap();
+        for (number, line) in code.lines().enumerate() {
+            let lower = line.trim_start().to_ascii_lowercase();
+            if !lower.starts_with("//") && names.iter().any(|name| lower.contains(name)) {
+                failures.push(format!("{}:{}: {}", path.display(), number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

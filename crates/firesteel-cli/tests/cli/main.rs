@@ -17,4 +17,5 @@ mod profile;
 mod profile_kit;
 mod profile_report;
 mod quantized;
+mod qwen3;
 mod support;

@@ -106,7 +106,8 @@ fn compose_reads_a_table() {
     let table = json!({
         "format": "firesteel-layer-times", "version": 1, "device": "desk", "soc": "chip",
         "model": {
-            "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
+            "model_type": "spark2_5", "hidden_size": 128, "intermediate_size": 384,
+            "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192, "sliding_window": 64,
             "rotary_dims_sliding": 64, "rotary_dims_full": 16,
         },

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 /// fill takes as long as the others.
 #[derive(Debug, Args)]
 pub(crate) struct Compose {
-    /// Shape (spark-x2.5-1.7b, spark-x2.5-4b), config.json, checkpoint folder or GGUF file
+    /// Shape (a preset of `synth`), config.json, checkpoint folder or GGUF file
     #[arg(long, value_name = "NAME|PATH")]
     model: String,
     /// Table of layer times; else the published ones of a Galaxy S25 (1.7B)

@@ -42,7 +42,7 @@ pub(crate) struct EstimateCommand {
 /// What is estimated, and on which device.
 #[derive(Debug, Args)]
 pub(super) struct EstimateArgs {
-    /// Shape (spark-x2.5-1.7b, spark-x2.5-4b), config.json, checkpoint, artifact or compiled
+    /// Shape (a preset of `synth`), config.json, checkpoint, artifact or compiled
     /// artifact
     #[arg(long, value_name = "NAME|PATH")]
     pub(super) model: String,

@@ -66,7 +66,7 @@ struct PartArgs {
     /// Runtime and unit, as qnn-npu
     #[arg(long, value_name = "NAME", requires = "out")]
     runtime: Option<String>,
-    /// The model: shape (spark-x2.5-1.7b, spark-x2.5-4b), config.json, checkpoint folder or GGUF
+    /// The model: shape (a preset of `synth`), config.json, checkpoint folder or GGUF
     /// file
     #[arg(long, value_name = "NAME|PATH", requires = "out")]
     model: Option<String>,

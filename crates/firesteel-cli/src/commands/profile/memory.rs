@@ -19,7 +19,7 @@ use std::process::ExitCode;
 /// (as `export --layers` takes them) with their cache inputs, together at most 2 GiB.
 #[derive(Debug, Args)]
 pub(crate) struct MemoryCommand {
-    /// Shape (spark-x2.5-1.7b, spark-x2.5-4b), config.json, checkpoint folder or GGUF file
+    /// Shape (a preset of `synth`), config.json, checkpoint folder or GGUF file
     #[arg(long, value_name = "NAME|PATH")]
     model: String,
     /// Contexts
