@@ -2,7 +2,7 @@ use crate::manifest::{KvBytesEntry, ModelEntry};
 use crate::open::{data_hash, sha256};
 use crate::{
     Artifact, ArtifactError, DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry,
-    GraphRole, HeadSource, MANIFEST, Manifest, Quantization,
+    GraphRole, HeadSource, MANIFEST, Manifest, Quantization, TaggedNodes,
 };
 use firesteel_checkpoint::{
     Checkpoint, CheckpointFile, Head, LayerKind, ModelConfig, Replace, StagedFolder,
@@ -333,8 +333,8 @@ fn graph_entries(
         let file = written.file.name.clone();
         let sha256 = sha256(&fs::read(folder.join(&file))?);
         let bytes = written.file.bytes;
-        let op_counts = graph.op_counts();
-        entries.push(GraphEntry { file, role, bytes, sha256, layer_hidden, op_counts });
+        let (op_counts, tags) = (graph.op_counts(), TaggedNodes::of(graph));
+        entries.push(GraphEntry { file, role, bytes, sha256, layer_hidden, op_counts, tags });
     }
     Ok(entries)
 }

@@ -14,7 +14,7 @@ pub use evaluator::EvaluatorRunner;
 pub use export::{Draft, ExportRequest, Write, checkpoint_hashes, export, write_artifact};
 pub use manifest::{
     DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry, GraphRole, HeadSource,
-    KvBytesEntry, MANIFEST, Manifest, ModelEntry, Quantization, QuantizedWeight,
+    KvBytesEntry, MANIFEST, Manifest, ModelEntry, Quantization, QuantizedWeight, TaggedNodes,
 };
 pub use open::{Artifact, ArtifactEmbedding, sha256};
 pub use sharded::{HeadRunner, ShardedRunner};

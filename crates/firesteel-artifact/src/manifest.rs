@@ -1,11 +1,12 @@
 use crate::ArtifactError;
 use firesteel_checkpoint::LayerKind;
 use firesteel_export::{ExportOptions, WideTensors};
+use firesteel_graph::{Graph, Tag};
 use firesteel_step::{Logits, PortEncoding, StepSpec};
 use firesteel_tensor::DType;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
@@ -14,7 +15,7 @@ use std::path::Path;
 pub const MANIFEST: &str = "manifest.json";
 
 /// Version of the manifest's layout that is written and read.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Largest manifest that is read.
 const MANIFEST_LIMIT: u64 = 64 << 20;
@@ -181,6 +182,50 @@ pub struct GraphEntry {
     pub layer_hidden: Vec<String>,
     /// Number of nodes of each operator.
     pub op_counts: BTreeMap<String, usize>,
+    /// What the nodes are there for, by their names: the model file has no place for it that every
+    /// reader takes.
+    pub tags: Vec<TaggedNodes>,
+}
+
+/// Nodes with the same tag.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaggedNodes {
+    /// What they are there for.
+    #[serde(flatten)]
+    pub tag: Tag,
+    /// Their names, in the order of execution.
+    pub nodes: Vec<String>,
+}
+
+impl TaggedNodes {
+    /// The tags of a graph, in the order in which they first appear.
+    pub(crate) fn of(graph: &Graph) -> Vec<Self> {
+        let mut all: Vec<Self> = Vec::new();
+        let mut places: HashMap<Tag, usize> = HashMap::new();
+        for node in graph.nodes() {
+            let Some(tag) = node.tag else { continue };
+            let place = *places.entry(tag).or_insert(all.len());
+            if place == all.len() {
+                all.push(Self { tag, nodes: Vec::new() });
+            }
+            if let Some(tagged) = all.get_mut(place) {
+                tagged.nodes.push(node.name.clone());
+            }
+        }
+        all
+    }
+}
+
+impl GraphEntry {
+    /// Says of the nodes of `graph`, which was read back, what they are there for.
+    pub(crate) fn tag(&self, graph: &mut Graph) {
+        let named = |tagged: &TaggedNodes| {
+            let tag = tagged.tag;
+            tagged.nodes.iter().map(move |name| (name.clone(), tag)).collect::<Vec<_>>()
+        };
+        let tags: HashMap<String, Tag> = self.tags.iter().flat_map(named).collect();
+        graph.tag_nodes(|name| tags.get(name).copied());
+    }
 }
 
 /// A file with weights.

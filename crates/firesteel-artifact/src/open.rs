@@ -127,12 +127,14 @@ impl Artifact {
         self.step_spec(layer_outputs).with_encodings(self.manifest.ports())
     }
 
-    /// Reads a graph back from its file.
+    /// Reads a graph back from its file, with what its nodes are there for.
     ///
     /// # Errors
     /// When the file is not a model that this version understands.
     pub fn read_graph(&self, graph: &GraphEntry) -> Result<Graph, ArtifactError> {
-        Ok(read_model(&self.graph_path(graph))?.graph)
+        let mut read = read_model(&self.graph_path(graph))?.graph;
+        graph.tag(&mut read);
+        Ok(read)
     }
 
     /// The artifact on the graph evaluator.

@@ -435,6 +435,7 @@ impl<'a> Copy<'a> {
                 inputs.push(self.constant(*id)?);
             }
             let names = node.outputs.iter().map(|id| self.name(*id)).collect();
+            self.to.set_tag(node.tag);
             let made = self.to.add_node(&node.name, node.op.clone(), &inputs, names)?;
             self.ids.extend(node.outputs.iter().copied().zip(made));
         }

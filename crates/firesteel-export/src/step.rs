@@ -2,7 +2,7 @@ use crate::{Dialect, ExportError, ExportOptions, Gelu, Precision, WeightSource, 
 use firesteel_checkpoint::{
     Activation, Checkpoint, LayerKind, LayerWeights, ModelConfig, Slot, Weight,
 };
-use firesteel_graph::{Constant, GeluForm, Graph, GraphError, Op, ValueId};
+use firesteel_graph::{Constant, GeluForm, Graph, GraphError, Op, Part, Tag, ValueId};
 use firesteel_step::{CacheLayout, LayerSpec, Logits, Role, StepOptions, StepSpec};
 use firesteel_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
@@ -131,6 +131,7 @@ fn head_graphs(
         builder.prefix = format!("{name}.");
         let shape = vec![1, options.tokens, config.hidden_size];
         let hidden = builder.graph.input("hidden", builder.dtype, shape)?;
+        builder.part(Part::Border);
         let x = builder.reshape(hidden, "x", vec![options.tokens, config.hidden_size])?;
         let weight =
             checkpoint.head_weight().rows(range.clone()).ok_or_else(|| ExportError::Option {
@@ -160,6 +161,8 @@ struct Builder<'a> {
     options: &'a ExportOptions,
     dtype: DType,
     prefix: String,
+    /// Number of the layer that nodes are added of.
+    layer: Option<usize>,
     weights: HashMap<String, ValueId>,
     scalars: HashMap<String, ValueId>,
 }
@@ -174,9 +177,15 @@ impl<'a> Builder<'a> {
             options,
             dtype: options.precision.dtype(),
             prefix: String::new(),
+            layer: None,
             weights: HashMap::new(),
             scalars: HashMap::new(),
         }
+    }
+
+    /// What the nodes that are added from now on are there for.
+    fn part(&mut self, part: Part) {
+        self.graph.set_tag(Some(Tag { layer: self.layer, part }));
     }
 
     fn add(&mut self, op: Op, inputs: &[ValueId], name: &str) -> Built {
@@ -245,12 +254,14 @@ impl<'a> Builder<'a> {
             })
         };
         let flat = vec![spec.tokens, spec.hidden_size];
+        self.part(Part::Border);
         let mut x = self.reshape(input(Role::Embedding)?, "x_rows", flat)?;
         let mut entries = Vec::new();
         let mut layer_hidden = Vec::new();
         for (i, layer) in spec.layers.iter().enumerate() {
             let number = spec.first_layer + i;
             self.prefix = format!("layers.{number}.");
+            self.layer = Some(number);
             let ports = LayerPorts {
                 index: i,
                 layer,
@@ -267,7 +278,9 @@ impl<'a> Builder<'a> {
             layer_hidden.push(self.graph.value(x).name.clone());
         }
         self.prefix = String::new();
+        self.layer = None;
         let first = if spec.logits == Logits::Hidden {
+            self.part(Part::Border);
             let shape = vec![1, spec.tokens, spec.hidden_size];
             self.reshape(x, "hidden", shape)?
         } else {
@@ -293,12 +306,15 @@ impl<'a> Builder<'a> {
     ) -> Built {
         let (tokens, rows) = (self.options.tokens, weight.shape()[0]);
         let last = logits == Logits::Last && tokens > 1;
+        self.part(Part::LastToken);
         let x = if last {
             self.add(Op::Slice { axis: 0, start: tokens - 1, end: tokens }, &[x], "head.last")?
         } else {
             x
         };
+        self.part(Part::FinalNorm);
         let normed = self.rms_norm(x, norm, "head.norm")?;
+        self.part(Part::Vocabulary);
         let weight = self.weight(weight_name, weight)?;
         // The contract's names carry no prefix.
         let prefix = std::mem::take(&mut self.prefix);
@@ -419,19 +435,14 @@ impl<'a> Builder<'a> {
     }
 
     /// Rotates the leading dims of x [1, heads, T, head_dim] by halves; the rest passes.
-    fn rotate(
-        &mut self,
-        x: ValueId,
-        cos: ValueId,
-        sin: ValueId,
-        name: &str,
-        output: &str,
-    ) -> Built {
-        let dims = *self.graph.value(cos).shape.last().unwrap_or(&0);
+    fn rotate(&mut self, rotated: Rotated<'_>, ports: &LayerPorts<'_>) -> Built {
+        let Rotated { x, name, output, last } = rotated;
+        let dims = *self.graph.value(ports.cos).shape.last().unwrap_or(&0);
         let half = dims / 2;
         let rest = self.config.head_dim - dims;
         let part = |suffix: &str| format!("{name}.{suffix}");
         let (low, high, pass) = (part("low"), part("high"), part("pass"));
+        self.part(Part::Rotation);
         let (whole, passed) = if rest == 0 {
             (x, None)
         } else {
@@ -442,15 +453,21 @@ impl<'a> Builder<'a> {
         let halves = self.split(whole, &part("halves"), 3, &[(&low, half), (&high, half)])?;
         let negated = self.add(Op::Neg, &[halves[1]], &part("negated"))?;
         let turned = self.add(Op::Concat { axis: 3 }, &[negated, halves[0]], &part("turned"))?;
-        let along = self.add(Op::Mul, &[whole, cos], &part("along"))?;
-        let across = self.add(Op::Mul, &[turned, sin], &part("across"))?;
-        match passed {
-            None => self.graph.add(Op::Add, &[along, across], output),
+        let along = self.add(Op::Mul, &[whole, ports.cos], &part("along"))?;
+        let across = self.add(Op::Mul, &[turned, ports.sin], &part("across"))?;
+        let made = match passed {
+            None => {
+                self.part(last);
+                self.graph.add(Op::Add, &[along, across], output)
+            }
             Some(passed) => {
                 let rotated = self.add(Op::Add, &[along, across], &part("rotated"))?;
+                self.part(last);
                 self.graph.add(Op::Concat { axis: 3 }, &[rotated, passed], output)
             }
-        }
+        };
+        self.part(Part::Rotation);
+        made
     }
 
     /// [T, heads·head_dim] as [1, heads, T, head_dim].
@@ -477,11 +494,14 @@ impl<'a> Builder<'a> {
         let (heads, shared) = (config.num_attention_heads, config.num_key_value_heads);
         let group = config.group_size();
         let block = config.family.block();
+        self.part(Part::AttentionNorm);
         let normed = self.rms_norm(x, weights.weight(Slot::InputNorm)?, "attention.norm")?;
         let [q, k, v_rows] = self.query_key_value(normed, weights)?;
+        self.part(Part::Rotation);
         let mut q = self.heads(q, heads, "attention.q")?;
         let mut k = self.heads(k, shared, "attention.k")?;
         if block.attention.qk_norm {
+            self.part(Part::HeadNorm);
             q = self.rms_norm(q, weights.weight(Slot::QueryNorm)?, "attention.q_norm")?;
             k = self.rms_norm(k, weights.weight(Slot::KeyNorm)?, "attention.k_norm")?;
         }
@@ -498,12 +518,16 @@ impl<'a> Builder<'a> {
             (key_output.clone(), value_output.clone())
         };
         let q_name = local("attention.q_rotated");
-        let q = self.rotate(q, ports.cos, ports.sin, "attention.q_rope", &q_name)?;
-        let k = self.rotate(k, ports.cos, ports.sin, "attention.k_rope", &key_name)?;
+        self.part(Part::Rotation);
+        let q = Rotated { x: q, name: "attention.q_rope", output: &q_name, last: Part::Rotation };
+        let q = self.rotate(q, ports)?;
+        let k = Rotated { x: k, name: "attention.k_rope", output: &key_name, last: Part::Entry };
+        let k = self.rotate(k, ports)?;
         let prefix = self.prefix.clone();
         if !rolled {
             self.prefix.clear();
         }
+        self.part(Part::Entry);
         let v = if tokens == 1 {
             self.reshape(v_rows, &value_name, vec![1, shared, 1, width])?
         } else {
@@ -514,17 +538,21 @@ impl<'a> Builder<'a> {
         };
         self.prefix = prefix;
 
+        self.part(Part::Cache);
         let window = WindowNames { joined: "attention.keys", output: &key_output };
         let (keys, new_keys) = self.window(spec, ports.layer, ports.keys, k, &window)?;
         let window = WindowNames { joined: "attention.values", output: &value_output };
         let (values, new_values) = self.window(spec, ports.layer, ports.values, v, &window)?;
 
         // Scaling the queries is the smaller product, and keeps half-precision scores in range.
+        self.part(Part::Attention);
         let scale = self.scalar("query_scale", 1.0 / (width as f64).sqrt())?;
         let q = self.add(Op::Mul, &[q, scale], "attention.q_scaled")?;
         let grouped =
             self.reshape(q, "attention.q_grouped", vec![1, shared, group * tokens, width])?;
+        self.part(Part::Cache);
         let transposed = self.transpose(keys, "attention.keys_transposed", &[0, 1, 3, 2])?;
+        self.part(Part::Scores);
         let mut scores = self.add(Op::MatMul, &[grouped, transposed], "attention.scores")?;
         let scored = spec.scored_keys(ports.layer);
         if tokens > 1 {
@@ -532,32 +560,45 @@ impl<'a> Builder<'a> {
             let shape = vec![shared, group, tokens, scored];
             scores = self.reshape(scores, "attention.scores_by_token", shape)?;
         }
+        self.part(Part::Attention);
         let masked = self.add(Op::Add, &[scores, ports.mask], "attention.masked")?;
         let mut attention = self.add(Op::Softmax { axis: 3 }, &[masked], "attention.weights")?;
         if tokens > 1 {
             let shape = vec![1, shared, group * tokens, scored];
             attention = self.reshape(attention, "attention.weights_grouped", shape)?;
         }
+        self.part(Part::Mix);
         let mixed = self.add(Op::MatMul, &[attention, values], "attention.mixed")?;
+        self.part(Part::Attention);
         let mixed = self.reshape(mixed, "attention.by_head", vec![1, heads, tokens, width])?;
 
         let mut gated = match block.attention.head_gate {
             true => self.head_gate(mixed, normed, weights.weight(Slot::HeadGate)?)?,
             false => mixed,
         };
+        self.part(Part::Attention);
         if tokens > 1 {
             gated = self.transpose(gated, "attention.gated_by_token", &[0, 2, 1, 3])?;
         }
         let rows = self.reshape(gated, "attention.out_rows", vec![tokens, heads * width])?;
+        self.part(Part::AttentionOut);
         let out = self.linear(rows, weights.weight(Slot::AttentionOut)?, "attention.out")?;
+        self.part(Part::AttentionResidual);
         let x = self.add(Op::Add, &[x, out], "attention.residual")?;
 
+        self.part(Part::MlpNorm);
         let normed = self.rms_norm(x, weights.weight(Slot::PostAttentionNorm)?, "mlp.norm")?;
+        self.part(Part::MlpGate);
         let gate = self.linear(normed, weights.weight(Slot::MlpGate)?, "mlp.gate")?;
+        self.part(Part::Activation);
         let active = self.activation(gate)?;
+        self.part(Part::MlpUp);
         let up = self.linear(normed, weights.weight(Slot::MlpUp)?, "mlp.up")?;
+        self.part(Part::MlpProduct);
         let product = self.add(Op::Mul, &[active, up], "mlp.product")?;
+        self.part(Part::MlpDown);
         let down = self.linear(product, weights.weight(Slot::MlpDown)?, "mlp.down")?;
+        self.part(Part::MlpResidual);
         let x = self.add(Op::Add, &[x, down], "residual")?;
         Ok((x, new_keys, new_values))
     }
@@ -573,22 +614,27 @@ impl<'a> Builder<'a> {
         let names = ["attention.q_rows", "attention.k_rows", "attention.v_rows"];
         let [q, k, v] = names;
         if let Some(fused) = weights.get(Slot::QueryKeyValue) {
+            self.part(Part::QueryKeyValue);
             let fused = self.linear(normed, fused, "attention.qkv")?;
             let parts = [(q, query), (k, pair), (v, pair)];
             let parts = self.split(fused, "attention.parts", 1, &parts)?;
             return Ok([parts[0], parts[1], parts[2]]);
         }
-        Ok([
-            self.linear(normed, weights.weight(Slot::Query)?, q)?,
-            self.linear(normed, weights.weight(Slot::Key)?, k)?,
-            self.linear(normed, weights.weight(Slot::Value)?, v)?,
-        ])
+        self.part(Part::Query);
+        let q = self.linear(normed, weights.weight(Slot::Query)?, q)?;
+        self.part(Part::Key);
+        let k = self.linear(normed, weights.weight(Slot::Key)?, k)?;
+        self.part(Part::Value);
+        let v = self.linear(normed, weights.weight(Slot::Value)?, v)?;
+        Ok([q, k, v])
     }
 
     /// What each head attended to [1, heads, T, head_dim] times its gate, which is made of `normed`.
     fn head_gate(&mut self, mixed: ValueId, normed: ValueId, weight: &Weight) -> Built {
         let (heads, tokens) = (self.config.num_attention_heads, self.options.tokens);
+        self.part(Part::HeadGateProjection);
         let gate = self.linear(normed, weight, "attention.gate_rows")?;
+        self.part(Part::HeadGate);
         let gate = self.sigmoid(gate, "attention.gate_sigmoid")?;
         let gate = if tokens == 1 {
             gate
@@ -627,6 +673,17 @@ impl<'a> Builder<'a> {
         };
         Ok((scored, rolled))
     }
+}
+
+/// Heads that are rotated, and what becomes of them.
+struct Rotated<'a> {
+    x: ValueId,
+    /// Of the nodes, within the layer.
+    name: &'a str,
+    /// Of the result, as a whole.
+    output: &'a str,
+    /// What the result is there for.
+    last: Part,
 }
 
 struct WindowNames<'a> {

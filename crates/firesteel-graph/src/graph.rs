@@ -1,4 +1,4 @@
-use crate::{GraphError, Op, infer::infer};
+use crate::{GraphError, Op, Tag, infer::infer};
 use firesteel_tensor::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -30,6 +30,8 @@ pub struct Node {
     pub inputs: Vec<ValueId>,
     /// Outputs, in the operator's order.
     pub outputs: Vec<ValueId>,
+    /// What it is there for, where whoever made the graph said so.
+    pub tag: Option<Tag>,
 }
 
 /// Constant data made on demand, so that weights stream from their source to a file without a
@@ -77,6 +79,10 @@ pub struct Graph {
     constants: BTreeMap<ValueId, Constant>,
     by_name: HashMap<String, ValueId>,
     node_names: HashSet<String>,
+    /// The node that makes each value.
+    producers: Vec<Option<usize>>,
+    /// Of the nodes that are added next.
+    tag: Option<Tag>,
 }
 
 impl Graph {
@@ -128,6 +134,28 @@ impl Graph {
     /// The value of that name.
     pub fn find(&self, name: &str) -> Option<ValueId> {
         self.by_name.get(name).copied()
+    }
+
+    /// The node that makes a value; `None` for inputs and constants.
+    pub fn producer(&self, id: ValueId) -> Option<&Node> {
+        self.nodes.get(self.producers.get(id.0).copied().flatten()?)
+    }
+
+    /// What the nodes that are added from now on are there for.
+    pub fn set_tag(&mut self, tag: Option<Tag>) {
+        self.tag = tag;
+    }
+
+    /// What the nodes that are added now are there for.
+    pub fn tag(&self) -> Option<Tag> {
+        self.tag
+    }
+
+    /// Says of every node what it is there for, by its name.
+    pub fn tag_nodes(&mut self, tag: impl Fn(&str) -> Option<Tag>) {
+        for node in &mut self.nodes {
+            node.tag = tag(&node.name);
+        }
     }
 
     /// Adds a graph input.
@@ -229,7 +257,13 @@ impl Graph {
             ids.push(self.add_value(Value { name: output, dtype, shape })?);
         }
         self.node_names.insert(name.clone());
-        self.nodes.push(Node { name, op, inputs: inputs.to_vec(), outputs: ids.clone() });
+        for id in &ids {
+            if let Some(producer) = self.producers.get_mut(id.0) {
+                *producer = Some(self.nodes.len());
+            }
+        }
+        let (inputs, outputs, tag) = (inputs.to_vec(), ids.clone(), self.tag);
+        self.nodes.push(Node { name, op, inputs, outputs, tag });
         Ok(ids)
     }
 
@@ -333,6 +367,7 @@ impl Graph {
         let id = ValueId(self.values.len());
         self.by_name.insert(value.name.clone(), id);
         self.values.push(value);
+        self.producers.push(None);
         Ok(id)
     }
 }

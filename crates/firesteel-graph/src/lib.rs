@@ -4,16 +4,18 @@
 //! shape. Nodes carry their parameters as attributes ([`Op`]); file formats that want some of them
 //! as tensors are the business of the crate that writes the format. Shapes are inferred when a
 //! node is added, so a graph that exists is well typed; [`Graph::validate`] proves it again after
-//! a graph was read from a file. The [`Evaluator`] executes a graph slowly and plainly.
+//! a graph was read from a file. A node can bear a [`Tag`] that says what it is there for. The [`Evaluator`] executes a graph slowly and plainly.
 
 mod evaluate;
 mod graph;
 mod infer;
 mod op;
+mod tag;
 
 pub use evaluate::Evaluator;
 pub use graph::{Constant, ConstantSource, Graph, Node, Value, ValueId};
 pub use op::{GeluForm, Op};
+pub use tag::{Part, Tag};
 
 use firesteel_tensor::{DType, TensorError};
 

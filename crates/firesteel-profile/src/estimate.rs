@@ -30,7 +30,8 @@ pub struct StepChoice {
     pub head_shards: usize,
 }
 
-/// Whether a node outside of the layers belongs to final norm and head.
+/// Whether an operator of a compiler's plan outside of the layers, of which there is a name alone, belongs to
+/// final norm and head.
 fn of_head(node: &str) -> bool {
     node.starts_with("head") || node.starts_with("logits")
 }
@@ -174,7 +175,7 @@ impl StepCost {
             0 => Vec::new(),
             1 => {
                 let mut nodes = count(&make(0, Logits::Last)?.graph)?;
-                nodes.retain(|node| of_head(&node.node));
+                nodes.retain(NodeCost::is_head);
                 vec![nodes]
             }
             _ => {
@@ -206,7 +207,7 @@ impl StepCost {
                 match layer.and_then(|layer| layers.get_mut(layer)) {
                     Some(nodes) => nodes.push(node),
                     // What enters and leaves the layers is theirs.
-                    None if index == 0 && !of_head(&node.node) => {
+                    None if index == 0 && !node.is_head() => {
                         if let Some(nodes) = layers.first_mut() {
                             nodes.push(node);
                         }

@@ -1,5 +1,6 @@
 use crate::{OperatorTimes, Provenance, Quantity};
 use firesteel_check::audit::Schematic;
+use firesteel_graph::{Node, Op, Part};
 use serde::Serialize;
 use std::fmt;
 
@@ -9,7 +10,7 @@ use std::fmt;
 pub enum Group {
     /// The three matrices of the feed-forward layer and the product of its halves.
     Mlp,
-    /// The activation, in however many operators.
+    /// The activation, in however many operators: GELU or another.
     Gelu,
     /// The matrices of attention: queries, keys and values, gate and output.
     Projections,
@@ -68,7 +69,42 @@ impl Group {
         }
     }
 
-    /// The group of an operator with the name of one of our nodes, however a tool has spelled its
+    /// The group of a node of a graph.
+    pub fn of_node(node: &Node) -> Self {
+        if CONVERSIONS.contains(&normalized(node.op.name()).as_str()) {
+            return Self::Conversions;
+        }
+        let moves = matches!(node.op, Op::Concat { .. } | Op::Slice { .. });
+        match node.tag.map(|tag| tag.part) {
+            None => Self::Other,
+            Some(Part::Border) => Self::GraphInputOutput,
+            Some(Part::AttentionNorm | Part::HeadNorm | Part::MlpNorm | Part::FinalNorm) => {
+                Self::Norms
+            }
+            Some(
+                Part::QueryKeyValue
+                | Part::Query
+                | Part::Key
+                | Part::Value
+                | Part::HeadGateProjection
+                | Part::AttentionOut,
+            ) => Self::Projections,
+            Some(Part::Entry) if moves => Self::CacheMoves,
+            Some(Part::Rotation | Part::Entry | Part::Attention | Part::HeadGate) => {
+                Self::Attention
+            }
+            Some(Part::Cache) => Self::CacheMoves,
+            Some(Part::Scores | Part::Mix) => Self::AttentionProducts,
+            Some(Part::AttentionResidual | Part::MlpResidual) => Self::Residual,
+            Some(Part::MlpGate | Part::MlpUp | Part::MlpProduct | Part::MlpDown) => Self::Mlp,
+            Some(Part::Activation) => Self::Gelu,
+            Some(Part::LastToken | Part::Vocabulary) => Self::Head,
+            Some(Part::Conversion) => Self::Conversions,
+        }
+    }
+
+    /// The group of an operator in another tool's report, which has names alone: that of one of our nodes,
+    /// however the tool has spelled its
     /// punctuation and whatever it has added behind. `operator` is the operator's type where the
     /// source has it: conversions go by it, because they bear the name of what they convert.
     pub fn of(name: &str, operator: Option<&str>) -> Self {
@@ -108,16 +144,22 @@ const CONVERSIONS: [&str; 6] =
     ["quantizelinear", "dequantizelinear", "quantize", "dequantize", "convert", "cast"];
 
 /// Beginnings of normalized names within a layer or outside of all, longer ones first.
-const PREFIXES: [(&str, Group); 31] = [
+const PREFIXES: [(&str, Group); 37] = [
     ("attention_norm", Group::Norms),
     ("mlp_norm", Group::Norms),
     ("head_norm", Group::Norms),
     ("mlp_gelu", Group::Gelu),
+    ("mlp_silu", Group::Gelu),
     ("mlp_gate", Group::Mlp),
     ("mlp_up", Group::Mlp),
     ("mlp_down", Group::Mlp),
     ("mlp_product", Group::Mlp),
     ("attention_qkv", Group::Projections),
+    ("attention_q_rows", Group::Projections),
+    ("attention_k_rows", Group::Projections),
+    ("attention_v_rows", Group::Projections),
+    ("attention_q_norm", Group::Norms),
+    ("attention_k_norm", Group::Norms),
     ("attention_parts", Group::Projections),
     ("attention_gate_rows", Group::Projections),
     ("attention_out_rows", Group::Attention),

@@ -1,6 +1,6 @@
 use crate::groups::Group;
 use crate::{KvElement, ProfileError};
-use firesteel_graph::{Graph, Node, Op, Value, ValueId};
+use firesteel_graph::{Graph, Node, Op, Part, Value, ValueId};
 use serde::Serialize;
 use std::collections::{HashMap, HashSet};
 
@@ -121,8 +121,18 @@ pub struct NodeCost {
     pub group: Group,
     /// The layer of the model that it belongs to; `None` outside of the layers.
     pub layer: Option<usize>,
+    /// The part of the step, where the graph says so.
+    #[serde(skip)]
+    pub part: Option<Part>,
     /// What it costs.
     pub cost: Cost,
+}
+
+impl NodeCost {
+    /// Whether it belongs to the last norm and the vocabulary projection.
+    pub(crate) fn is_head(&self) -> bool {
+        matches!(self.part, Some(Part::LastToken | Part::FinalNorm | Part::Vocabulary))
+    }
 }
 
 /// The cost of every node of a graph that computes or moves something, in order of execution.
@@ -147,28 +157,14 @@ pub fn count_graph(
         if cost != Cost::default() {
             costs.push(NodeCost {
                 node: node.name.clone(),
-                group: Group::of(&node.name, Some(node.op.name())),
-                layer: layer_of(&node.name),
+                group: Group::of_node(node),
+                layer: node.tag.and_then(|tag| tag.layer),
+                part: node.tag.map(|tag| tag.part),
                 cost,
             });
         }
     }
-    // Nodes that make new entries bear the entry's name, which has no number of the model: they
-    // belong to the layer of the nodes before them.
-    let mut current = costs.iter().find_map(|node| node.layer);
-    for node in &mut costs {
-        if node.layer.is_some() {
-            current = node.layer;
-        } else if node.node.starts_with("k_new_") || node.node.starts_with("v_new_") {
-            node.layer = current;
-        }
-    }
     Ok(costs)
-}
-
-/// The number in `layers.N.` at the beginning of a name.
-fn layer_of(name: &str) -> Option<usize> {
-    name.strip_prefix("layers.")?.split_once('.')?.0.parse().ok()
 }
 
 /// The largest amount of activations and cache entries that one operator reads and writes, in
@@ -233,16 +229,33 @@ impl<'a> Counter<'a> {
                 counter.readers.entry(*id).or_default().push(node);
             }
         }
-        let is_cache = |id: &ValueId| is_cache(&graph.value(*id).name);
-        counter
-            .entries
-            .extend(graph.inputs().iter().chain(graph.outputs()).copied().filter(is_cache));
+        let taken = graph.inputs().iter().copied().filter(|id| counter.is_cache(*id));
+        let given = graph.outputs().iter().copied().filter(|id| counter.is_entry(*id));
+        let border: Vec<ValueId> = taken.chain(given).collect();
+        counter.entries.extend(border);
         for node in graph.nodes().iter().filter(|node| moves(&node.op)) {
             if node.inputs.iter().any(|id| counter.entries.contains(id)) {
                 counter.entries.extend(node.inputs.iter().chain(&node.outputs));
             }
         }
         counter
+    }
+
+    /// Whether an input of the graph is a cache, to which new entries are joined.
+    fn is_cache(&self, id: ValueId) -> bool {
+        let readers = self.readers.get(&id).map_or(&[][..], Vec::as_slice);
+        readers.iter().any(|node| match part(node) {
+            Some(Part::Conversion) => node.outputs.iter().any(|id| self.is_cache(*id)),
+            part => part == Some(Part::Cache),
+        })
+    }
+
+    /// Whether an output of the graph is what a cache keeps.
+    fn is_entry(&self, id: ValueId) -> bool {
+        self.producers.get(&id).is_some_and(|node| match part(node) {
+            Some(Part::Conversion) => node.inputs.first().is_some_and(|id| self.is_entry(*id)),
+            part => matches!(part, Some(Part::Cache | Part::Entry)),
+        })
     }
 
     /// Bytes of `elements` elements.
@@ -273,7 +286,7 @@ impl<'a> Counter<'a> {
         let bits = match self.bits {
             None => return self.stored_bytes(id),
             Some(bits) if !bits.integers() => bits.weights,
-            Some(_) if !matrix || node.name.contains("attention.gate_rows") => SMALL_BITS,
+            Some(_) if !matrix || part(node) == Some(Part::HeadGateProjection) => SMALL_BITS,
             Some(bits) => bits.weights,
         };
         let scales = if matrix && bits <= 8 { rows.checked_mul(SCALE_BITS / 8)? } else { 0 };
@@ -337,7 +350,7 @@ impl<'a> Counter<'a> {
             }
             let bytes = self.stored_bytes(id)?;
             if self.graph.inputs().contains(&id) {
-                let entry = is_cache(&self.graph.value(id).name);
+                let entry = self.is_cache(id);
                 let sum = if entry { &mut cost.cache_read_bytes } else { &mut cost.border_bytes };
                 *sum = sum.checked_add(bytes)?;
             }
@@ -349,7 +362,7 @@ impl<'a> Counter<'a> {
             let id = self.target(id);
             let bytes = self.stored_bytes(id)?;
             if self.graph.outputs().contains(&id) {
-                let entry = is_cache(&self.graph.value(id).name);
+                let entry = self.is_entry(id);
                 let sum =
                     if entry { &mut cost.cache_written_bytes } else { &mut cost.border_bytes };
                 *sum = sum.checked_add(bytes)?;
@@ -399,8 +412,7 @@ impl<'a> Counter<'a> {
         self.graph.outputs().iter().for_each(|id| touch(*id, nodes.len()));
         let mut changes = vec![(0u64, 0u64); nodes.len() + 2];
         for (place, (first, last)) in spans {
-            let taken =
-                self.graph.inputs().contains(&place) && is_cache(&self.graph.value(place).name);
+            let taken = self.graph.inputs().contains(&place) && self.is_cache(place);
             if taken || self.graph.constant(place).is_some() {
                 continue;
             }
@@ -446,8 +458,9 @@ impl<'a> Counter<'a> {
     }
 }
 
-fn is_cache(name: &str) -> bool {
-    ["k_cache_", "v_cache_", "k_new_", "v_new_"].iter().any(|prefix| name.starts_with(prefix))
+/// The part of the step that a node belongs to.
+fn part(node: &Node) -> Option<Part> {
+    node.tag.map(|tag| tag.part)
 }
 
 fn elements_of(shape: &[usize]) -> Option<u64> {

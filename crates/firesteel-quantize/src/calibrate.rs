@@ -1,4 +1,4 @@
-use crate::names::range_key;
+use crate::names::{LOGITS, range_key};
 use crate::weights::Importance;
 use crate::{ChannelPeak, Method, Observer, QuantizeError, TensorRange};
 use firesteel_graph::{Evaluator, Graph, Op, ValueId};
@@ -77,7 +77,7 @@ impl<'a> Calibrator<'a> {
                             Op::RmsNormalization { .. } => &mut self.squared,
                             _ => continue,
                         };
-                        names.insert(range_key(&graph.value(node.inputs[0]).name, &spec));
+                        names.insert(range_key(&graph, node.inputs[0], &spec));
                     }
                     entry.insert(Stage { evaluator: Evaluator::new(graph)?, spec, watched })
                 }
@@ -186,8 +186,8 @@ fn watched(graph: &Graph, spec: &StepSpec) -> HashMap<ValueId, Watched> {
     let mut watch = |id: ValueId, floor: f64, entry: bool| {
         let value = graph.value(id);
         let width = value.shape.last().copied().unwrap_or(1);
-        let key = range_key(&value.name, spec);
-        let rows = value.shape.len() == 2 && key != "logits";
+        let key = range_key(graph, id, spec);
+        let rows = value.shape.len() == 2 && key != LOGITS;
         let channels = match entry {
             // Each head has channels of its own.
             true => spec.num_key_value_heads * width,

@@ -54,7 +54,7 @@ pub fn compare(
             problem: "the slice does not begin with the embeddings of a text".into(),
         });
     }
-    let names = watched(&float.graph);
+    let names = watched(&float.graph, &float.spec);
     let mut sides = [
         Side::new(float, &names, float.spec.clone(), &[])?,
         Side::new(&quantized.graphs, &names, quantized.graphs.spec.clone(), &quantized.ports)?,
@@ -107,13 +107,9 @@ fn held(quantized: &Quantized) -> Result<HashMap<String, [f32; 2]>, QuantizeErro
 }
 
 /// Names of the values that are computed; those that masks are added to differ by intent.
-fn watched(graph: &Graph) -> Vec<String> {
-    let masks: Vec<ValueId> = graph
-        .inputs()
-        .iter()
-        .copied()
-        .filter(|id| graph.value(*id).name.starts_with("mask_"))
-        .collect();
+fn watched(graph: &Graph, spec: &StepSpec) -> Vec<String> {
+    let of_role = spec.inputs.iter().filter(|input| matches!(input.role, Role::Mask(_)));
+    let masks: Vec<ValueId> = of_role.filter_map(|input| graph.find(&input.name)).collect();
     let computed = graph
         .nodes()
         .iter()

@@ -1,73 +1,86 @@
 //! The names under which values have ranges: the same for every slice, number of tokens, cache
 //! layout and number of head graphs, so that one calibration of a model serves all its graphs.
 
-use firesteel_step::StepSpec;
+use firesteel_graph::{Graph, Part, ValueId};
+use firesteel_step::{Role, StepSpec};
 
-/// The name of `value` of a graph of `spec` in the ranges.
-pub(crate) fn range_key(value: &str, spec: &StepSpec) -> String {
+/// The name of a value of a graph of `spec` in the ranges.
+///
+/// What the contract takes and returns has the name of what it is within the model; a value within the
+/// graph has its own name, without the graph's where the vocabulary projection is a graph of its own.
+pub(crate) fn range_key(graph: &Graph, id: ValueId, spec: &StepSpec) -> String {
+    let name = graph.value(id).name.as_str();
     let first = spec.first_layer;
-    let after = first + spec.layers.len();
-    let entry = |prefix: &str, kind: &str| {
-        let layer: usize = value.strip_prefix(prefix)?.parse().ok()?;
-        Some(format!("layers.{}.attention.{kind}_entry", first + layer))
-    };
-    if let Some(key) = entry("k_new_", "k").or_else(|| entry("v_new_", "v")) {
-        return key;
-    }
-    match value {
-        "x" if first > 0 => return format!("layers.{}.residual", first - 1),
-        "hidden" => return format!("layers.{}.residual", after - 1),
+    let residual = |layer: usize| format!("layers.{layer}.residual");
+    let entry =
+        |layer: usize, kind: &str| format!("layers.{}.attention.{kind}_entry", first + layer);
+    let contract = spec.inputs.iter().chain(&spec.outputs).find(|tensor| tensor.name == name);
+    match contract.map(|tensor| tensor.role) {
+        Some(Role::KeyNew(layer)) => return entry(layer, "k"),
+        Some(Role::ValueNew(layer)) => return entry(layer, "v"),
+        Some(Role::Embedding) if first > 0 => return residual(first - 1),
+        // The input of the graphs behind a step is its output.
+        Some(Role::Hidden) => return residual(first + spec.layers.len() - 1),
         _ => {}
     }
-    let name = value.strip_suffix(".rows").unwrap_or(value);
-    let part = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-    if name == "logits" || name.strip_prefix("logits_").is_some_and(part) {
-        return "logits".into();
+    let part = graph.producer(id).and_then(|node| node.tag).map(|tag| tag.part);
+    if part == Some(Part::Vocabulary) {
+        return LOGITS.into();
     }
-    // Values of a head graph bear its name before their own.
-    match value.strip_prefix("head_").and_then(|rest| rest.split_once('.')) {
-        Some((number, rest)) if part(number) => rest.to_owned(),
-        _ => value.to_owned(),
-    }
+    let own = name.strip_prefix(graph.name()).and_then(|rest| rest.strip_prefix('.'));
+    own.unwrap_or(name).to_owned()
 }
+
+/// The key of logits.
+pub(crate) const LOGITS: &str = "logits";
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firesteel_checkpoint::{ModelConfig, preset};
-    use firesteel_step::StepOptions;
+    use firesteel_checkpoint::{Checkpoint, RandomWeights, preset};
+    use firesteel_export::{Dialect, ExportOptions, Gelu, Precision, build};
     use firesteel_step::{CacheLayoutChoice, Logits};
-    use firesteel_tensor::DType;
 
     #[test]
     fn values_have_the_same_key_in_every_graph() {
-        let config: ModelConfig = preset("spark-x2.5-1.7b").unwrap();
-        let spec = |layers| {
-            let options = StepOptions {
-                tokens: 1,
-                context: 16,
-                layers,
-                cache_layout: CacheLayoutChoice::Auto,
-                logits: Logits::Hidden,
-                dtype: DType::F32,
-            };
-            StepSpec::new(&config, &options).unwrap()
+        let config = preset("spark-x2.5-1.7b").unwrap();
+        let checkpoint = Checkpoint::random(config, RandomWeights::default());
+        let options = ExportOptions {
+            tokens: 2,
+            context: 16,
+            layers: 0..28,
+            cache_layout: CacheLayoutChoice::Auto,
+            logits: Logits::All,
+            gelu: Gelu::Exact,
+            precision: Precision::Fp32,
+            dialect: Dialect::Qnn,
+            head_shards: 1,
         };
-        let (whole, slice) = (spec(0..28), spec(4..8));
-        for (value, in_whole, in_slice) in [
-            ("x", "x", "layers.3.residual"),
-            ("hidden", "layers.27.residual", "layers.7.residual"),
-            ("k_new_2", "layers.2.attention.k_entry", "layers.6.attention.k_entry"),
-            ("v_new_0", "layers.0.attention.v_entry", "layers.4.attention.v_entry"),
-            ("layers.5.mlp.up", "layers.5.mlp.up", "layers.5.mlp.up"),
-            ("logits.rows", "logits", "logits"),
-            ("logits_7", "logits", "logits"),
-            ("logits_7.rows", "logits", "logits"),
-            ("head_2.head.norm", "head.norm", "head.norm"),
-            ("head.norm", "head.norm", "head.norm"),
+        let whole = build(&checkpoint, &options).unwrap();
+        let sharded =
+            build(&checkpoint, &ExportOptions { head_shards: 8, ..options.clone() }).unwrap();
+        let part = ExportOptions { layers: 4..8, logits: Logits::Hidden, ..options };
+        let slice = build(&checkpoint, &part).unwrap();
+        let head = &sharded.heads[7].graph;
+        for (graph, spec, value, expected) in [
+            (&whole.graph, &whole.spec, "x", "x"),
+            (&slice.graph, &slice.spec, "x", "layers.3.residual"),
+            (&sharded.graph, &sharded.spec, "hidden", "layers.27.residual"),
+            (&slice.graph, &slice.spec, "hidden", "layers.7.residual"),
+            (head, &sharded.spec, "hidden", "layers.27.residual"),
+            (&whole.graph, &whole.spec, "k_new_2", "layers.2.attention.k_entry"),
+            (&slice.graph, &slice.spec, "k_new_2", "layers.6.attention.k_entry"),
+            (&slice.graph, &slice.spec, "v_new_0", "layers.4.attention.v_entry"),
+            (&slice.graph, &slice.spec, "layers.5.mlp.up", "layers.5.mlp.up"),
+            (&whole.graph, &whole.spec, "logits", "logits"),
+            (&whole.graph, &whole.spec, "logits.rows", "logits"),
+            (head, &sharded.spec, "logits_7", "logits"),
+            (head, &sharded.spec, "logits_7.rows", "logits"),
+            (head, &sharded.spec, "head_7.head.norm", "head.norm"),
+            (&whole.graph, &whole.spec, "head.norm", "head.norm"),
         ] {
-            assert_eq!(range_key(value, &whole), in_whole);
-            assert_eq!(range_key(value, &slice), in_slice);
+            let id = graph.find(value).unwrap_or_else(|| panic!("no {value}"));
+            assert_eq!(range_key(graph, id, spec), expected, "{value} of {}", graph.name());
         }
     }
 }

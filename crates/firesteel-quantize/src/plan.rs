@@ -1,9 +1,10 @@
 //! How many bits each matrix gets.
 
 use crate::QuantizeError;
-use crate::weights::{QuantizedMatrix, WeightBits, WeightError};
+use crate::names::range_key;
+use crate::weights::{QuantizedMatrix, ScoreRows, WeightBits, WeightError};
 use firesteel_export::StepGraphs;
-use firesteel_graph::{Graph, Node, Op};
+use firesteel_graph::{Graph, Node, Op, Part};
 use firesteel_tensor::DType;
 use std::fmt;
 
@@ -179,16 +180,16 @@ impl SchemeOptions<'_> {
 }
 
 /// A matrix and its width.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct MatrixPlan {
     /// Graph that has it: 0 for the step, then the parts of the head.
     pub graph: usize,
     /// Name of the initializer.
     pub name: String,
-    /// Name of the value that it is multiplied with, in that graph.
-    pub input: String,
-    /// Name of what the product makes.
-    pub output: String,
+    /// Name of the value that it is multiplied with, in the ranges.
+    pub input_key: String,
+    /// How its rows meet in scores, where it makes queries and keys that they come from.
+    pub scores: Option<ScoreRows>,
     /// Output channels.
     pub rows: usize,
     /// Input channels.
@@ -206,31 +207,169 @@ pub(crate) fn graphs(step: &StepGraphs) -> impl Iterator<Item = (usize, &Graph)>
     std::iter::once(&step.graph).chain(step.heads.iter().map(|head| &head.graph)).enumerate()
 }
 
-/// Whether `node` is the linear layer that gates the heads: its result goes into a Sigmoid.
-pub(crate) fn is_gate(graph: &Graph, node: &Node) -> bool {
-    let mut readers = graph.nodes().iter().filter(|n| n.inputs.contains(&node.outputs[0]));
-    node.op == Op::Gemm && readers.next().is_some_and(|reader| reader.op == Op::Sigmoid)
+/// Whether `node` is the small matrix of the gates of the heads.
+fn is_small(node: &Node) -> bool {
+    node.tag.is_some_and(|tag| tag.part == Part::HeadGateProjection)
 }
 
 /// The matrices of `step` with their widths, in the order of the graphs.
-pub fn plan(step: &StepGraphs, options: &SchemeOptions<'_>) -> Vec<MatrixPlan> {
+///
+/// # Errors
+/// When the graphs do not say what their nodes are there for.
+pub fn plan(
+    step: &StepGraphs,
+    options: &SchemeOptions<'_>,
+) -> Result<Vec<MatrixPlan>, QuantizeError> {
     let mut matrices = Vec::new();
     for (index, graph) in graphs(step) {
+        require_tags(graph)?;
         for node in graph.nodes().iter().filter(|node| node.op == Op::Gemm) {
             let weight = graph.value(node.inputs[1]);
             let &[rows, columns] = &weight.shape[..] else { continue };
-            let own =
-                if is_gate(graph, node) { WeightWidth::Sixteen } else { options.scheme.weights() };
+            let own = if is_small(node) { WeightWidth::Sixteen } else { options.scheme.weights() };
             matrices.push(MatrixPlan {
                 graph: index,
                 name: weight.name.clone(),
-                input: graph.value(node.inputs[0]).name.clone(),
-                output: graph.value(node.outputs[0]).name.clone(),
+                input_key: range_key(graph, node.inputs[0], &step.spec),
+                scores: node.tag.and_then(|tag| ScoreRows::of_node(tag, &step.spec)),
                 rows,
                 columns,
                 width: (options.width)(&weight.name).unwrap_or(own),
             });
         }
     }
-    matrices
+    Ok(matrices)
+}
+
+/// Refuses a graph of which nobody has said what its nodes are there for: widths follow from that.
+pub(crate) fn require_tags(graph: &Graph) -> Result<(), QuantizeError> {
+    match graph.nodes().iter().find(|node| node.tag.is_none()) {
+        None => Ok(()),
+        Some(node) => Err(QuantizeError::Graph {
+            node: node.name.clone(),
+            problem: "the graph does not say what it is there for; export the model again".into(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::round_nearest;
+    use crate::{RangeSource, quantize};
+    use firesteel_checkpoint::{Checkpoint, ModelConfig, RandomWeights, preset};
+    use firesteel_export::{Dialect, ExportOptions, Gelu, Precision, build};
+    use firesteel_graph::{Constant, ValueId};
+    use firesteel_step::{CacheLayoutChoice, Logits};
+    use std::collections::HashMap;
+
+    /// A step of two layers of a small model with the maths of a published one.
+    fn step(name: &str) -> StepGraphs {
+        let config = ModelConfig {
+            hidden_size: 32,
+            intermediate_size: 64,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 16,
+            vocab_size: 96,
+            ..preset(name).unwrap().with_layers(4).unwrap()
+        };
+        let rope = |rope: Option<firesteel_checkpoint::Rope>| {
+            rope.map(|rope| firesteel_checkpoint::Rope { dims: 16, ..rope })
+        };
+        let config = ModelConfig {
+            rope_sliding: rope(config.rope_sliding),
+            rope_full: rope(config.rope_full),
+            sliding_window: config.sliding_window.map(|_| 8),
+            ..config
+        };
+        let options = ExportOptions {
+            tokens: 1,
+            context: 16,
+            layers: 0..4,
+            cache_layout: CacheLayoutChoice::Auto,
+            logits: Logits::Last,
+            gelu: Gelu::Exact,
+            precision: Precision::Fp32,
+            dialect: Dialect::Qnn,
+            head_shards: 1,
+        };
+        build(&Checkpoint::random(config, RandomWeights::default()), &options).unwrap()
+    }
+
+    /// The same graph with other names for all that the contract does not name.
+    fn renamed(graph: &Graph) -> Graph {
+        let mut other = Graph::new(graph.name());
+        let border: Vec<ValueId> = graph.inputs().iter().chain(graph.outputs()).copied().collect();
+        let name = |id: ValueId| match border.contains(&id) {
+            true => graph.value(id).name.clone(),
+            false => format!("value {id:?}"),
+        };
+        let mut ids = HashMap::new();
+        for id in graph.inputs() {
+            let value = graph.value(*id);
+            ids.insert(*id, other.input(name(*id), value.dtype, value.shape.clone()).unwrap());
+        }
+        for (id, constant) in graph.constants() {
+            let value = graph.value(id);
+            let (dtype, shape) = (value.dtype, value.shape.clone());
+            let constant: Constant = constant.clone();
+            ids.insert(id, other.add_constant(name(id), dtype, shape, constant).unwrap());
+        }
+        for (index, node) in graph.nodes().iter().enumerate() {
+            let inputs: Vec<ValueId> = node.inputs.iter().map(|id| ids[id]).collect();
+            let names = node.outputs.iter().map(|id| name(*id)).collect();
+            other.set_tag(node.tag);
+            let made =
+                other.add_node(format!("node {index}"), node.op.clone(), &inputs, names).unwrap();
+            ids.extend(node.outputs.iter().copied().zip(made));
+        }
+        for id in graph.outputs() {
+            other.output(ids[id]).unwrap();
+        }
+        other
+    }
+
+    #[test]
+    fn widths_follow_from_what_nodes_are_there_for() {
+        for (name, sixteen) in [("spark-x2.5-1.7b", 4), ("qwen3-1.7b", 0)] {
+            let named = step(name);
+            let other = StepGraphs { graph: renamed(&named.graph), ..step(name) };
+            let options = SchemeOptions { scheme: Scheme::W8A8, kv: None, width: &|_| None };
+            let plans = [&named, &other].map(|step| plan(step, &options).unwrap());
+            let widths = |plan: &[MatrixPlan]| -> Vec<_> {
+                plan.iter()
+                    .map(|matrix| (matrix.rows, matrix.columns, matrix.width, matrix.scores))
+                    .collect()
+            };
+            assert_eq!(widths(&plans[0]), widths(&plans[1]), "{name}");
+            let wide = plans[0].iter().filter(|matrix| matrix.width == WeightWidth::Sixteen);
+            assert_eq!(wide.clone().count(), sixteen, "{name}");
+            assert!(wide.clone().all(|matrix| matrix.rows == 4), "{name}: the gates of four heads");
+            let scored = plans[0].iter().filter(|matrix| matrix.scores.is_some()).count();
+            assert_eq!(scored, sixteen, "{name}: one norm-free matrix of queries and keys a layer");
+            // Element types of all operators, which depend on the residual stream and the gates.
+            let types = [(&named, &plans[0]), (&other, &plans[1])].map(|(step, plan)| {
+                let formats = (Scheme::W8A8.activations(), Scheme::W8A8.kv());
+                let round = |matrix: &MatrixPlan, values: &[f32], bits| {
+                    round_nearest(values, matrix.rows, matrix.columns, bits)
+                };
+                let made =
+                    quantize(step, plan, RangeSource::Uncalibrated, formats, &round).unwrap();
+                let graph = &made.graphs.graph;
+                assert!(graph.nodes().iter().all(|node| node.tag.is_some()), "{name}");
+                let of_node = |node: &Node| {
+                    let outputs = node.outputs.iter().map(|id| graph.value(*id).dtype);
+                    (node.op.clone(), node.tag, outputs.collect::<Vec<_>>())
+                };
+                graph.nodes().iter().map(of_node).collect::<Vec<_>>()
+            });
+            assert!(types[0] == types[1], "{name}");
+        }
+        let mut bare = step("qwen3-1.7b");
+        bare.graph.tag_nodes(|_| None);
+        let options = SchemeOptions { scheme: Scheme::W8A16, kv: None, width: &|_| None };
+        let error = plan(&bare, &options).unwrap_err().to_string();
+        assert!(error.contains("export the model again"), "{error}");
+    }
 }

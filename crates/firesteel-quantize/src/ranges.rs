@@ -1,9 +1,8 @@
-use crate::names::range_key;
+use crate::MatrixPlan;
 use crate::weights::{ColumnSizes, Importance};
 use crate::{Method, QuantizeError};
 use firesteel_artifact::FileHash;
 use firesteel_export::Gelu;
-use firesteel_step::StepSpec;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -90,9 +89,9 @@ pub struct ChannelPeak {
 }
 
 impl Ranges {
-    /// The mean square of each column of `value` of a graph of `spec`, where it is known.
-    pub fn importance(&self, value: &str, spec: &StepSpec) -> Option<&[f32]> {
-        self.importance.get(&range_key(value, spec)).map(Vec::as_slice)
+    /// The mean square of each column of what `matrix` is multiplied with, where it is known.
+    pub fn importance(&self, matrix: &MatrixPlan) -> Option<&[f32]> {
+        self.importance.get(&matrix.input_key).map(Vec::as_slice)
     }
 
     /// The file's text.

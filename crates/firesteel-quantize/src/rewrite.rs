@@ -7,12 +7,12 @@
 
 use crate::calibrate::moves;
 use crate::names::range_key;
-use crate::plan::{graphs, is_gate};
+use crate::plan::{graphs, require_tags};
 use crate::weights::{QuantizedMatrix, WeightBits};
 use crate::{Activations, KvFormat, MatrixPlan, QuantizeError, Ranges, Rounding, WeightWidth};
 use firesteel_artifact::QuantizedWeight;
 use firesteel_export::{Dialect, ExportError, HeadGraph, StepGraphs, WideTensors, lint};
-use firesteel_graph::{Constant, Graph, Node, Op, ValueId};
+use firesteel_graph::{Constant, Graph, Node, Op, Part, Tag, ValueId};
 use firesteel_step::{Encoding, PortEncoding, Role, StepSpec};
 use firesteel_tensor::{Buffer, DType, Tensor};
 use rayon::prelude::*;
@@ -79,6 +79,7 @@ pub fn quantize(
     let mut ports = Vec::new();
     let mut rewritten = Vec::new();
     for (index, graph) in graphs(step) {
+        require_tags(graph)?;
         let rewriter = Rewriter {
             source: graph,
             index,
@@ -365,7 +366,7 @@ impl Rewriter<'_> {
             let encoding = match role {
                 Some(Role::Cos(_) | Role::Sin(_)) => asymmetric(self.activations, [-1.0, 1.0]),
                 Some(Role::Mask(_)) => asymmetric(self.activations, [self.mask_floor(*id)?, 0.0]),
-                _ => asymmetric(DType::U16, self.range(&value.name, DType::U16)?),
+                _ => asymmetric(DType::U16, self.range(*id, DType::U16)?),
             };
             let q = self.quantize(input, encoding, &format!("{}.q", value.name))?;
             self.states.insert(*id, State::Integers(q, encoding));
@@ -385,8 +386,7 @@ impl Rewriter<'_> {
 
     /// The encoding of a cache whose new entries are `entry`; `None` for floats.
     fn cache_encoding(&self, entry: ValueId) -> Built<Option<Encoding>> {
-        let name = &self.source.value(entry).name;
-        let of = |dtype| self.range(name, dtype);
+        let of = |dtype| self.range(entry, dtype);
         let magnitude = |[low, high]: [f64; 2]| high.max(-low);
         Ok(Some(match self.kv {
             KvFormat::S16 => symmetric(DType::I16, magnitude(of(DType::I16)?)),
@@ -397,11 +397,12 @@ impl Rewriter<'_> {
     }
 
     /// The range of a value of the source, for integers of type `dtype`.
-    fn range(&self, name: &str, dtype: DType) -> Built<[f64; 2]> {
+    fn range(&self, id: ValueId, dtype: DType) -> Built<[f64; 2]> {
         let RangeSource::Calibrated(ranges) = self.ranges else { return Ok(MADE_UP) };
-        let key = range_key(name, self.spec);
+        let key = range_key(self.source, id, self.spec);
+        let value = || self.source.value(id).name.clone();
         let range = ranges.tensors.get(&key);
-        let range = range.ok_or_else(|| QuantizeError::NoRange { key, value: name.to_owned() })?;
+        let range = range.ok_or_else(|| QuantizeError::NoRange { key, value: value() })?;
         Ok(if dtype.bits() > 8 { range.range16.map(|side| side * HEADROOM) } else { range.range8 })
     }
 
@@ -409,8 +410,7 @@ impl Rewriter<'_> {
     fn scores(&self, mask: ValueId) -> Built<Vec<[f64; 2]>> {
         let adds = |node: &&Node| node.op == Op::Add && node.inputs.contains(&mask);
         let nodes = self.source.nodes().iter().filter(adds);
-        let names = nodes.map(|node| &self.source.value(node.outputs[0]).name);
-        names.map(|name| self.range(name, DType::U16)).collect()
+        nodes.map(|node| self.range(node.outputs[0], DType::U16)).collect()
     }
 
     /// The smallest number of a mask: a masked score is then so far below every other one of any
@@ -455,12 +455,22 @@ impl Rewriter<'_> {
 
     fn quantize(&mut self, x: ValueId, encoding: Encoding, output: &str) -> Built<ValueId> {
         let [scale, zero] = self.parameters(encoding, output)?;
-        Ok(self.graph.add(Op::QuantizeLinear { axis: None }, &[x, scale, zero], output)?)
+        self.convert(Op::QuantizeLinear { axis: None }, &[x, scale, zero], output)
     }
 
     fn dequantize(&mut self, q: ValueId, encoding: Encoding, output: &str) -> Built<ValueId> {
         let [scale, zero] = self.parameters(encoding, output)?;
-        Ok(self.graph.add(Op::DequantizeLinear { axis: None }, &[q, scale, zero], output)?)
+        self.convert(Op::DequantizeLinear { axis: None }, &[q, scale, zero], output)
+    }
+
+    /// Adds a change of the element type, which belongs to the layer that it is for.
+    fn convert(&mut self, op: Op, inputs: &[ValueId], output: &str) -> Built<ValueId> {
+        let around = self.graph.tag();
+        let layer = around.and_then(|tag| tag.layer);
+        self.graph.set_tag(Some(Tag { layer, part: Part::Conversion }));
+        let made = self.graph.add(op, inputs, output);
+        self.graph.set_tag(around);
+        Ok(made?)
     }
 
     /// Whether the graph gives `id`'s integers back as new entries, under its name.
@@ -569,7 +579,7 @@ impl Rewriter<'_> {
     }
 
     fn node(&mut self, node: &Node) -> Built<()> {
-        let output = self.source.value(node.outputs[0]);
+        self.graph.set_tag(node.tag);
         match &node.op {
             op if moves(op) => self.moved(node),
             Op::Concat { .. } => self.concat(node),
@@ -580,7 +590,7 @@ impl Rewriter<'_> {
                 // Keys and values stay as they are cached.
                 let inputs = [self.read(a, a_encoding)?, self.read(b, None)?];
                 let encoding =
-                    asymmetric(self.activations, self.range(&output.name, self.activations)?);
+                    asymmetric(self.activations, self.range(node.outputs[0], self.activations)?);
                 self.finish(node, &inputs, Some(encoding))
             }
             Op::RmsNormalization { .. }
@@ -603,16 +613,12 @@ impl Rewriter<'_> {
 
     /// Type of the operands and the result of a node.
     fn type_of(&self, node: &Node) -> DType {
-        let output = &self.source.value(node.outputs[0]).name;
+        let part = node.tag.map(|tag| tag.part);
         let wide = match node.op {
             Op::RmsNormalization { .. } => true,
-            Op::Gemm => is_gate(self.source, node),
-            Op::Sigmoid => {
-                let maker =
-                    self.source.nodes().iter().find(|n| n.outputs.contains(&node.inputs[0]));
-                maker.is_some_and(|maker| is_gate(self.source, maker))
-            }
-            Op::Add => output.ends_with("residual"),
+            Op::Gemm => part == Some(Part::HeadGateProjection),
+            Op::Sigmoid => part == Some(Part::HeadGate),
+            Op::Add => part.is_some_and(Part::is_residual),
             _ => false,
         };
         if wide { DType::U16 } else { self.activations }
@@ -630,7 +636,6 @@ impl Rewriter<'_> {
                 }
             });
         }
-        let name = &self.source.value(node.outputs[0]).name;
         let mask = node.inputs.iter().find(|id| {
             let name = &self.source.value(**id).name;
             let input = self.spec.inputs.iter().find(|input| input.name == *name);
@@ -639,7 +644,7 @@ impl Rewriter<'_> {
         let encoding = match (&node.op, mask) {
             (Op::Softmax { .. } | Op::Sigmoid, _) => asymmetric(dtype, [0.0, 1.0]),
             (Op::Add, Some(_)) => {
-                let [low, high] = self.range(name, DType::U16)?;
+                let [low, high] = self.range(node.outputs[0], DType::U16)?;
                 let [least, most] = MASKED_SCORES;
                 asymmetric(dtype, [least.min(low - NEGLIGIBLE), most.max(high)])
             }
@@ -649,9 +654,9 @@ impl Rewriter<'_> {
                     let (least, most) = dtype.integer_range().unwrap_or_default();
                     Encoding { zero_point: least + most - own.zero_point, ..own }
                 }
-                None => asymmetric(dtype, self.range(name, dtype)?),
+                None => asymmetric(dtype, self.range(node.outputs[0], dtype)?),
             },
-            _ => asymmetric(dtype, self.range(name, dtype)?),
+            _ => asymmetric(dtype, self.range(node.outputs[0], dtype)?),
         };
         self.finish(node, &inputs, Some(encoding))
     }
@@ -742,11 +747,10 @@ impl Rewriter<'_> {
                     add(&format!("{name}.zero_point"), &zeros)?,
                 ];
                 let real = format!("{name}.real");
-                self.graph.add(Op::DequantizeLinear { axis: *axis }, &inputs, real)?
+                self.convert(Op::DequantizeLinear { axis: *axis }, &inputs, &real)?
             }
         };
-        let output = &self.source.value(node.outputs[0]).name;
-        let encoding = asymmetric(dtype, self.range(output, dtype)?);
+        let encoding = asymmetric(dtype, self.range(node.outputs[0], dtype)?);
         self.finish(node, &[x, w], Some(encoding))
     }
 
@@ -755,16 +759,16 @@ impl Rewriter<'_> {
     fn float_gemm(&mut self, node: &Node, [x, w]: [ValueId; 2]) -> Built<()> {
         let name = self.source.value(node.outputs[0]).name.clone();
         let before = self.free_name(&format!("{name}.float_input"));
-        let x = self.graph.add(Op::Cast { to: DType::F16 }, &[x], before)?;
+        let x = self.convert(Op::Cast { to: DType::F16 }, &[x], &before)?;
         let made = self.graph.add_node(
             &node.name,
             node.op.clone(),
             &[x, w],
             vec![format!("{name}.float_output")],
         )?;
-        let raw = self.graph.add(Op::Cast { to: DType::F32 }, &made[..1], format!("{name}.raw"))?;
+        let raw = self.convert(Op::Cast { to: DType::F32 }, &made[..1], &format!("{name}.raw"))?;
         let dtype = self.type_of(node);
-        let encoding = asymmetric(dtype, self.range(&name, dtype)?);
+        let encoding = asymmetric(dtype, self.range(node.outputs[0], dtype)?);
         let q = self.quantize(raw, encoding, &format!("{name}.q"))?;
         self.states.insert(node.outputs[0], State::Integers(q, encoding));
         Ok(())

@@ -196,9 +196,21 @@ fn integers_are_near_the_floats() {
             arguments.extend(spread);
         }
         if scheme == "mixed" {
-            arguments.extend(["--bits", "7"]);
+            arguments.extend(["--bits", "6"]);
         }
         stdout(&arguments);
+        let manifest = std::fs::read(artifact.join("manifest.json")).unwrap();
+        let manifest: Value = serde_json::from_slice(&manifest).unwrap();
+        let weights = manifest["quantization"]["weights"].as_array().unwrap();
+        // The gate of the feed-forward part is a matrix as others are.
+        let of_scheme = |weight: &Value| match scheme {
+            "w16a16" => weight["dtype"] == "i16",
+            "w8a16" => weight["dtype"] == "i8",
+            "w4a16" => weight["dtype"] == "i4",
+            _ => weight["dtype"] == "i4" || weight["dtype"] == "i8",
+        };
+        assert_eq!(weights.len(), 4 * 7 + 1);
+        assert!(weights.iter().all(of_scheme), "{scheme}: {weights:?}");
         let logits = snr_of_logits(&artifact, &model);
         println!("{scheme}: {logits:.1} dB");
         assert!(logits >= bar, "{scheme}: {logits:.1} dB");

@@ -4,6 +4,7 @@ use super::output_error::{Form, Full, PANEL, block};
 use super::round::{Reach, Row, TOGETHER, candidates, code, joined, round_rows, search, stored};
 use super::{OutputError, QuantizedMatrix, WeightBits, WeightError, check, round_for_output};
 use firesteel_checkpoint::{Checkpoint, LayerKind, LayerWeights, Rope, Slot};
+use firesteel_graph::{Part, Tag};
 use firesteel_step::{StepSpec, rope_frequencies};
 use ndarray::Array2;
 use rayon::prelude::*;
@@ -52,11 +53,13 @@ impl ScoreRows {
         Some(Self { heads, pairs, width: config.head_dim, rope, span })
     }
 
-    /// Those of the matrix that makes the value `output` of a graph of `spec`; `None` when that is
-    /// not queries, keys and values.
-    pub fn of_output(output: &str, spec: &StepSpec) -> Option<Self> {
-        let layer = output.strip_prefix("layers.")?.strip_suffix(".attention.qkv")?;
-        let layer = layer.parse::<usize>().ok()?.checked_sub(spec.first_layer)?;
+    /// Those of the matrix of a node of a graph of `spec`; `None` when it is not the one of queries,
+    /// keys and values. Behind a matrix that makes them all stands no norm of heads.
+    pub fn of_node(tag: Tag, spec: &StepSpec) -> Option<Self> {
+        if tag.part != Part::QueryKeyValue {
+            return None;
+        }
+        let layer = tag.layer?.checked_sub(spec.first_layer)?;
         let kind = spec.layers.get(layer)?.kind;
         let (rope, window) = match kind {
             LayerKind::Sliding => (spec.rope_sliding, spec.sliding_window),

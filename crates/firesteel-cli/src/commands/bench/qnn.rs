@@ -272,7 +272,7 @@ fn integers(
 ) -> anyhow::Result<Artifact> {
     let scheme = Scheme::W8A16;
     let step = build(checkpoint, options)?;
-    let matrices = plan(&step, &SchemeOptions { scheme, kv: Some(kv), width: &|_| None });
+    let matrices = plan(&step, &SchemeOptions { scheme, kv: Some(kv), width: &|_| None })?;
     let formats = (scheme.activations(), kv);
     let quantized =
         quantize(&step, &matrices, RangeSource::Uncalibrated, formats, &|matrix, values, bits| {

@@ -17,9 +17,9 @@ use firesteel_checkpoint::{Checkpoint, Family, ModelConfig, SlotKind, Weight};
 use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
 use firesteel_generate::AddedTokens;
 use firesteel_quantize::weights::{
-    Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, ScoreRows, WeightBits,
-    Widths, equalized, quantize_model, round_for_output, round_for_scores, round_layers,
-    round_nearest, with_columns,
+    Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, WeightBits, Widths,
+    equalized, quantize_model, round_for_output, round_for_scores, round_layers, round_nearest,
+    with_columns,
 };
 use firesteel_quantize::{
     KvFormat, MatrixPlan, Pair, Quantized, RangeSource, Ranges, Scheme, SchemeOptions, WeightWidth,
@@ -315,7 +315,7 @@ impl GraphRequest<'_> {
         };
         let options = SchemeOptions { scheme, kv: args.kv.map(Kv::format), width: &width };
         let kv = options.kv()?;
-        let plan = plan(&step, &options);
+        let plan = plan(&step, &options)?;
         check_patterns(&args.keep, &plan)?;
         if let Some(folder) = &args.weights {
             let narrow = |width| matches!(width, WeightWidth::Four | WeightWidth::Eight);
@@ -339,12 +339,12 @@ impl GraphRequest<'_> {
                 _ => {}
             }
             let (rows, columns) = (matrix.rows, matrix.columns);
-            let met = ranges.as_ref().and_then(|known| known.importance(&matrix.input, &step.spec));
+            let met = ranges.as_ref().and_then(|known| known.importance(matrix));
             match met.filter(|met| met.len() == columns) {
                 Some(met) => {
                     let error = OutputError::of_importance(met)?;
-                    match ScoreRows::of_output(&matrix.output, &step.spec) {
-                        Some(scores) => round_for_scores(values, columns, bits, &error, &scores),
+                    match &matrix.scores {
+                        Some(scores) => round_for_scores(values, columns, bits, &error, scores),
                         None => round_for_output(values, rows, columns, bits, &error),
                     }
                 }
