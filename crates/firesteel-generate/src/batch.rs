@@ -1,5 +1,4 @@
-use crate::request::Track;
-use crate::request::{Observer, Told};
+use crate::request::{Observer, Told, Track};
 use crate::{GenerateError, Generation, Request, StopReason};
 use firesteel_step::{BatchDecoder, BatchPart, Decoder, RunnerError, SequenceId};
 use std::collections::BTreeMap;
@@ -15,6 +14,45 @@ use std::time::Instant;
 /// At most [`rows`](Self::with_rows) tokens of prompts and as many generated or proposed ones run in
 /// one pass, so that a long prompt does not keep others waiting for their next token. Requests that
 /// have waited longest go first, and a step that is longer by itself runs as the only one of its kind.
+///
+/// ```
+/// use firesteel_checkpoint::Checkpoint;
+/// use firesteel_engine::{CpuBatch, CpuModel, KvFormat};
+/// use firesteel_generate::*;
+/// use firesteel_step::SequenceId;
+/// use std::{ops::ControlFlow, path::Path, sync::Arc};
+///
+/// struct Printer;
+///
+/// impl Observer for Printer {
+///     fn event(&mut self, sequence: SequenceId, event: Event<'_>) -> ControlFlow<()> {
+///         if let Event::Token { text, .. } | Event::Tail { text } = event {
+///             println!("{sequence}: {text}");
+///         }
+///         ControlFlow::Continue(())
+///     }
+/// }
+///
+/// # let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny"));
+/// let checkpoint = Arc::new(Checkpoint::open(folder)?);
+/// let tokenizer = Tokenizer::open(folder)?;
+/// let vocabulary = Vocabulary::new(checkpoint.config()).with_tokenizer(&tokenizer);
+/// let model = CpuModel::new(Arc::clone(&checkpoint), None)?;
+/// let mut batch = Batch::new(Box::new(CpuBatch::new(model, KvFormat::F16)));
+/// let options = GenerateOptions { max_tokens: Some(8), ..GenerateOptions::default() };
+/// for text in ["One night", "A good tool"] {
+///     let prompt = tokenizer.encode(text, AddedTokens::Parse)?;
+///     let sequence = batch.add(128)?;
+///     batch.start(sequence, Request::new(&vocabulary, &prompt, &options)?)?;
+/// }
+/// while !batch.is_idle() {
+///     for finished in batch.advance(&mut Printer) {
+///         assert!(finished.outcome?.ids.len() <= 8);
+///         batch.remove(finished.sequence);
+///     }
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Batch<'a> {
     decoder: Box<dyn BatchDecoder + 'a>,
     rows: usize,
@@ -32,7 +70,7 @@ struct Running<'a> {
     request: Request<'a>,
     /// The pass that it was last part of, or the one before it joined.
     served: u64,
-    /// Whether its next step is planned.
+    /// Tokens of its next step, once that is planned; a step that has to wait is not planned anew.
     planned: Option<usize>,
 }
 

@@ -13,7 +13,7 @@ use firesteel_step::{
     StepOptions, StepSpec, TurnTaking, Wanted,
 };
 use firesteel_tensor::DType;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -439,10 +439,10 @@ impl Decoder for Failing {
 
 /// Requests without text, on decoders of 100 tokens, those after the first failing at some position.
 fn numbers(fails_at: &[usize]) -> (Batch<'static>, Vec<SequenceId>, Vocabulary<'static>) {
-    let mut fails_at = fails_at.to_vec().into_iter();
     let count = fails_at.len();
+    let mut fails_at = VecDeque::from(fails_at.to_vec());
     let mut decoder = TurnTaking::new(move |_| {
-        let fails_at = fails_at.next().unwrap_or(usize::MAX);
+        let fails_at = fails_at.pop_front().unwrap_or(usize::MAX);
         let (ids, pending) = (Vec::new(), Vec::new());
         Ok(Box::new(Failing { ids, pending, context: 100, fails_at }))
     });
@@ -580,4 +580,14 @@ fn a_long_prompt_is_cut_where_that_changes_nothing() {
         passes += 1;
     }
     assert_eq!((passes, tokens), (21, 21));
+}
+
+/// A server makes requests on one thread and runs them on another.
+#[test]
+fn requests_and_their_engine_go_to_other_threads() {
+    fn goes<T: Send>() {}
+    goes::<Request<'static>>();
+    goes::<Vocabulary<'static>>();
+    goes::<Finished>();
+    goes::<CpuBatch>();
 }
