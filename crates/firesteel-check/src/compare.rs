@@ -226,11 +226,11 @@ pub fn compare(
 ) -> Result<CheckReport, CheckError> {
     same_contract(reference, test)?;
     let per_step = reference.spec().tokens;
-    let count = options.steps.map_or(ids.len(), |steps| steps.min(ids.len()));
-    let count = count.min(reference.spec().context) / per_step * per_step;
+    let given = options.steps.map_or(ids.len(), |steps| steps.min(ids.len()));
+    let count = given.min(reference.spec().context) / per_step * per_step;
     if count == 0 {
         let problem = format!("a step takes {per_step}");
-        return Err(CheckError::Tokens { count: ids.len(), problem });
+        return Err(CheckError::Tokens { count: given, problem });
     }
     let mut a = Side::new(reference)?;
     let mut b = Side::new(test)?;

@@ -9,7 +9,7 @@
 //!
 //! A [`CpuModel`] is the same model for the CPU's kernels, in f32 and with quantized products where
 //! the weights are quantized. Its [`CpuSequence`]s, which have caches of their own and can run together
-//! in a batch, are what generates; its [`CpuRunner`]s take the steps of the contract, as the other
+//! in a [`CpuBatch`], are what generates; its [`CpuRunner`]s take the steps of the contract, as the other
 //! runners do.
 //!
 //! [`Checkpoint`]: firesteel_checkpoint::Checkpoint
@@ -25,8 +25,8 @@ mod math;
 
 pub use calibrate::Calibration;
 pub use cpu::{
-    BatchEntry, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, KvMemory, PackedCache,
-    PackedWeights, SequenceOptions,
+    BatchEntry, CpuBatch, CpuModel, CpuOptions, CpuRunner, CpuSequence, KvFormat, KvMemory,
+    PackedCache, PackedWeights, SequenceOptions,
 };
 pub use embedding::CheckpointEmbedding;
 pub use engine::{Engine, EngineOptions, EngineRunner};

@@ -1,4 +1,4 @@
-use firesteel_step::RunnerError;
+use firesteel_step::{RunnerError, SequenceId};
 use std::path::PathBuf;
 
 /// What can go wrong between text and text.
@@ -114,6 +114,12 @@ pub enum GenerateError {
         id: u32,
         /// Rows of the embedding.
         rows: usize,
+    },
+    /// A sequence takes one request after the other.
+    #[error("{sequence} runs a request already; wait for its end, cancel it, or add a sequence")]
+    Busy {
+        /// The sequence.
+        sequence: SequenceId,
     },
     /// A step failed, or the decoder cannot be used for generation.
     #[error(transparent)]

@@ -3,11 +3,12 @@
 //!
 //! A [`Tokenizer`] turns text into ids and ids into bytes, a [`ChatTemplate`] turns a
 //! [`Conversation`] into the ids of a prompt, a [`Sampler`] picks the next id from logits, and a
-//! [`Generator`] runs the steps. Each works without the others; a generator without a tokenizer
-//! works on ids alone. So do [`StopStrings`], which end a text, [`PromptLookup`], which guesses
+//! [`Request`] is a generation that is advanced: a [`Batch`] advances many, a [`Generator`] one at a
+//! time. Each works without the others; requests without a tokenizer work on ids alone. So do [`StopStrings`], which end a text, [`PromptLookup`], which guesses
 //! how it goes on, and [`StepStats`], which writes down what the steps cost.
 
 mod answer;
+mod batch;
 mod chat;
 mod error;
 mod files;
@@ -19,6 +20,7 @@ mod lookup;
 mod options;
 mod python;
 mod race;
+mod request;
 mod row;
 mod sampler;
 mod step_stats;
@@ -27,15 +29,19 @@ mod tokenizer;
 mod tool_call;
 mod utf8;
 
+pub use batch::{Batch, Finished};
 pub use chat::{
     ChatTemplate, Content, ContentPart, Conversation, FunctionCall, Message, MessageRole,
     MessageToolCall,
 };
 pub use error::GenerateError;
 pub use files::GenerationConfig;
-pub use generate::{Event, GenerateOptions, Generation, Generator, Stats, StopReason};
+pub use generate::Generator;
 pub use lookup::PromptLookup;
 pub use options::SamplingOptions;
+pub use request::{
+    Event, GenerateOptions, Generation, Observer, Request, Stats, StopReason, Vocabulary,
+};
 pub use sampler::{Logprob, Sampler, TokenLogprobs};
 pub use step_stats::{
     MODEL_FORWARD_MS, MODEL_SAMPLE_MS, StepRecord, StepStats, StepSummary, TimeSummary,

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "the helpers of these tests may panic as the tests do")]
 
 use firesteel_checkpoint::Checkpoint;
-use firesteel_engine::{CheckpointEmbedding, CpuModel};
+use firesteel_engine::{CheckpointEmbedding, CpuModel, KvFormat, SequenceOptions};
 use firesteel_generate::{
     AddedTokens, ChatTemplate, Conversation, Event, GenerateOptions, Generation, Generator,
     Message, MessageRole, PromptLookup, SamplingOptions, StepStats, Tokenizer,
@@ -129,6 +129,43 @@ fn a_turn_runs_only_what_is_new() {
                 let total: usize = plain.iter().map(|(p, g)| p.len() + g.ids.len()).sum();
                 assert!(total > 4 * WINDOW, "{total}");
             }
+        }
+    }
+}
+
+/// Whoever says a turn in other words, or has it answered anew, goes back to where it began: none of
+/// what was before is run again, though windows have passed since.
+#[test]
+fn a_turn_that_is_said_again_runs_from_its_beginning() {
+    let Model { checkpoint, cpu, tokenizer } = &*MODEL;
+    let options = GenerateOptions { max_tokens: Some(30), ..GenerateOptions::default() };
+    let encode = |text: &str| MODEL.tokenizer.encode(text, AddedTokens::AsText).unwrap();
+    let first = encode(TURNS[0]);
+    let own_caches = || {
+        let options = SequenceOptions { context: 1024, kv: KvFormat::F16 };
+        let decoder = Box::new(cpu.sequence(options).unwrap());
+        Generator::new(checkpoint.config(), decoder).unwrap().with_tokenizer(tokenizer)
+    };
+    let makers: [&dyn Fn() -> Generator<'static>; 2] = [&generator, &own_caches];
+    for make in makers {
+        let mut session = make().with_prompt_cache();
+        let answer = session.generate(&first, &options, &mut go).unwrap();
+        let mut turn = [first.as_slice(), &answer.ids].concat();
+        let mut ran = turn.len() - 1;
+        // The second turn and the third, each said three times.
+        for text in [&TURNS[1].repeat(5), &TURNS[0].repeat(4)] {
+            let mut last = Vec::new();
+            for words in ["", "No: ", "I mean: "] {
+                let prompt = [turn.as_slice(), &encode(&format!("{words}{text}"))].concat();
+                let result = session.generate(&prompt, &options, &mut go).unwrap();
+                assert!(prompt.len() > turn.len() + 2 * WINDOW);
+                assert_eq!(result.stats.cached_tokens, ran, "{words:?}");
+                let plain = make().generate(&prompt, &options, &mut go).unwrap();
+                assert_eq!(result.ids, plain.ids, "{words:?}");
+                last = [prompt, result.ids].concat();
+            }
+            turn = last;
+            ran = turn.len() - 1;
         }
     }
 }

@@ -11,6 +11,10 @@ pub enum Wanted {
     All,
 }
 
+/// Marks that a decoder keeps: those of one turn of a chat, where it begins, shortly before the end
+/// of its prompt, and at that end.
+pub const MARKS: usize = 3;
+
 /// Something that runs one sequence and keeps its caches: the CPU engine with caches of its own, or
 /// a [`Runner`](crate::Runner) with a [`KvState`](crate::KvState).
 ///
@@ -43,6 +47,13 @@ pub trait Decoder {
     /// How many of `left` tokens, 1 or more, the next forward takes best; between 1 and `left`.
     fn chunk(&self, left: usize) -> usize;
 
+    /// Whether a forward takes any number of tokens, and the logits of a token are the same bytes
+    /// however the sequence is split into forwards. Where not, [`chunk`](Self::chunk) has to be
+    /// followed for the same numbers to come again.
+    fn splits_freely(&self) -> bool {
+        false
+    }
+
     /// Whether [`Wanted::All`] can be had of a forward of `tokens` tokens.
     fn gives_all_logits(&self, tokens: usize) -> bool;
 
@@ -71,7 +82,7 @@ pub trait Decoder {
     fn clear(&mut self);
 
     /// Remembers this position for [`rewind`](Self::rewind). What a sliding layer will overwrite is
-    /// copied. A decoder keeps a few marks, and drops the oldest for a new one.
+    /// copied. A decoder keeps [`MARKS`] of them, and drops the oldest for a new one.
     fn mark(&mut self) {}
 
     /// Goes back to the last position that can be had again and is at most `position`, and tells it.

@@ -1,5 +1,5 @@
 use crate::{
-    CacheLayout, LayerSpec, Role, StepError, StepInputs, StepOutputs, StepSpec, rope_tables,
+    CacheLayout, LayerSpec, MARKS, Role, StepError, StepInputs, StepOutputs, StepSpec, rope_tables,
 };
 use firesteel_checkpoint::LayerKind;
 use firesteel_tensor::{Buffer, DType, Tensor, TensorView};
@@ -23,10 +23,6 @@ pub struct KvState {
     /// In order of their positions.
     marks: VecDeque<Mark>,
 }
-
-/// Marks that a state keeps: those of one turn of a chat, where it begins and around the end of its
-/// prompt.
-const MARKS: usize = 3;
 
 /// The sliding layers' caches at a position, one a layer; empty for full layers.
 #[derive(Debug, Clone)]
@@ -144,7 +140,7 @@ impl KvState {
     }
 
     /// Remembers the present position for [`rewind`](Self::rewind): copies the caches of the
-    /// sliding layers. Three marks are kept; the oldest makes room for a new one.
+    /// sliding layers. [`MARKS`] are kept; the oldest makes room for a new one.
     pub fn mark(&mut self) {
         let known = self.marks.back().is_some_and(|mark| mark.position == self.position);
         if known || self.geometry.sliding_length().is_none() {

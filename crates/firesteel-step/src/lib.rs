@@ -3,9 +3,11 @@
 //! [`StepSpec`] names every input and output with shape, element type and [`Role`]; a [`Runner`]
 //! executes steps; [`KvState`] keeps the caches between steps and is the only code that knows how
 //! ring, rolled and growing caches are filled. An [`EncodedRunner`] is one on a graph that takes and
-//! gives integers. A [`Decoder`] runs one sequence; [`StepDecoder`] is
-//! one on any runners.
+//! gives integers. A [`Decoder`] runs one sequence, and [`StepDecoder`] is
+//! one on any runners. A [`BatchDecoder`] runs the next tokens of many sequences in one pass, and
+//! [`TurnTaking`] is one on any decoders.
 
+mod batch;
 mod bytes;
 mod decoder;
 mod encoding;
@@ -15,8 +17,9 @@ mod runner;
 mod spec;
 mod step_decoder;
 
+pub use batch::{BatchDecoder, BatchPart, SequenceId, Sequences, TurnTaking};
 pub use bytes::{KvBytes, kv_bytes};
-pub use decoder::{Decoder, Wanted};
+pub use decoder::{Decoder, MARKS, Wanted};
 pub use encoding::{EncodedRunner, Encoding, PortEncoding};
 pub use kv::{KvState, PreparedStep};
 pub use rope::{rope_frequencies, rope_tables};

@@ -1,4 +1,4 @@
-use crate::{Role, StepError, StepSpec};
+use crate::{Role, SequenceId, StepError, StepSpec};
 use firesteel_tensor::{Tensor, TensorView};
 
 /// The inputs of one step, in the order of [`StepSpec::inputs`].
@@ -75,6 +75,12 @@ pub enum RunnerError {
         actual: String,
         /// What is needed.
         expected: String,
+    },
+    /// A sequence that cannot be run.
+    #[error("{sequence} is not one of the batch, or is in the same pass twice")]
+    NoSequence {
+        /// The sequence.
+        sequence: SequenceId,
     },
     /// The runner itself failed.
     #[error("{runner}: {message}")]

@@ -7,7 +7,7 @@ use crate::source::{CompiledStep, OrtArgs, RunnerKind, Source, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{Args, Parser};
 use firesteel_artifact::Manifest;
-use firesteel_check::{CheckOptions, CheckReport, Feed, LogitsReport, Snr, compare};
+use firesteel_check::{CheckOptions, CheckReport, Feed, GreedyReport, LogitsReport, Snr, compare};
 use firesteel_compile::Measured;
 use firesteel_export::{ExportOptions, Gelu, Precision};
 use firesteel_generate::AddedTokens;
@@ -74,9 +74,9 @@ pub(crate) struct CheckArgs {
     /// Tokens of the greedy continuation; 0 for none [default: 32]
     #[arg(long, value_name = "N")]
     greedy: Option<usize>,
-    /// Prompt tokens before the greedy continuation
-    #[arg(long, value_name = "N", default_value_t = 16)]
-    greedy_prompt: usize,
+    /// Prompt tokens before the greedy continuation, at most half of the context [default: 16]
+    #[arg(long, value_name = "N")]
+    greedy_prompt: Option<usize>,
     /// SNR in dB that logits, entries and the state after each layer must reach, each over all
     /// steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for
     /// 8-bit weights, 10 for 4-bit weights or 8-bit activations]
@@ -113,6 +113,46 @@ impl CheckArgs {
 
     fn greedy(&self) -> usize {
         self.greedy.unwrap_or(32)
+    }
+
+    fn greedy_prompt(&self) -> usize {
+        self.greedy_prompt.unwrap_or(16)
+    }
+
+    /// Refuses numbers of tokens with which steps of `tokens` tokens do nothing.
+    fn check_counts(&self, tokens: usize) -> anyhow::Result<()> {
+        if self.steps < tokens {
+            let s = if tokens == 1 { "" } else { "s" };
+            bail!(
+                "--steps {}: a step takes {tokens} token{s}; as many or more are accepted",
+                self.steps
+            );
+        }
+        if self.greedy_prompt == Some(0) {
+            bail!(
+                "--greedy-prompt 0: a continuation needs something to continue; 1 or more tokens \
+                 are accepted, and --greedy 0 leaves it out"
+            );
+        }
+        Ok(())
+    }
+
+    /// Says where the greedy continuation is another than what was asked for.
+    fn tell_of_greedy(&self, greedy: &GreedyReport, context: usize, printer: &mut Printer) {
+        let (prompt, tokens) = (greedy.prompt_tokens, greedy.tokens.len());
+        if let Some(asked) = self.greedy_prompt.filter(|asked| *asked > prompt) {
+            printer.warn(&format!(
+                "the greedy continuation begins after {prompt} tokens, not after the {asked} of \
+                 --greedy-prompt: it takes no more than there are, and half of the context of \
+                 {context}"
+            ));
+        }
+        if let Some(asked) = self.greedy.filter(|asked| *asked > tokens) {
+            printer.warn(&format!(
+                "the greedy continuation has {tokens} tokens, not the {asked} of --greedy: the \
+                 context of {context} takes no more after {prompt} of the prompt"
+            ));
+        }
     }
 }
 
@@ -346,6 +386,7 @@ pub(crate) fn check_and_print(
         None => checkpoint_contract(test)?,
     };
     let spec = as_f32(&contract)?;
+    args.check_counts(spec.tokens)?;
     let mut left = reference.runner(reference_kind, Some(&spec), layers, &args.ort)?;
     let mut right = test.runner(test_kind, Some(&spec), layers, &args.ort)?;
     let ids = token_ids(args, test, reference, &spec)?;
@@ -367,7 +408,7 @@ pub(crate) fn check_and_print(
     let options = CheckOptions {
         steps: Some(args.steps),
         greedy: args.greedy(),
-        greedy_prompt: args.greedy_prompt,
+        greedy_prompt: args.greedy_prompt(),
         tie_margin: args.tie_margin,
         min_snr,
         min_greedy: args.min_greedy,
@@ -375,7 +416,7 @@ pub(crate) fn check_and_print(
     let mut feed = feed(&spec, reference, test)?;
     if test_kind == RunnerKind::Htp {
         let forced = args.steps.min(ids.len()).min(spec.context) / spec.tokens;
-        let prompt = args.greedy_prompt.div_ceil(spec.tokens);
+        let prompt = args.greedy_prompt().div_ceil(spec.tokens);
         let greedy = if args.greedy() > 0 { prompt.saturating_add(args.greedy()) } else { 0 };
         let steps = forced.saturating_add(greedy.min(spec.context));
         estimate(right.as_mut(), steps, args.ort.limits().time, printer)?;
@@ -389,6 +430,9 @@ pub(crate) fn check_and_print(
             spec.context,
             spec.tokens
         ));
+    }
+    if let Some(greedy) = &report.greedy {
+        args.tell_of_greedy(greedy, spec.context, printer);
     }
     if report.steps.len() == 1 && spec.tokens > 1 {
         printer.warn("one step was run, on an empty cache; give more tokens or a larger context");

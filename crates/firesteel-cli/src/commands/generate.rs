@@ -7,8 +7,9 @@ use clap::Args;
 use firesteel_checkpoint::ModelConfig;
 use firesteel_engine::KvFormat;
 use firesteel_generate::{
-    AddedTokens, ChatTemplate, Conversation, Event, GenerateOptions, Generation, Generator,
-    Message, MessageRole, PromptLookup, SamplingOptions, StepStats, StopReason, Tokenizer,
+    AddedTokens, ChatTemplate, Content, Conversation, Event, GenerateError, GenerateOptions,
+    Generation, Generator, Message, MessageRole, PromptLookup, SamplingOptions, StepStats,
+    StopReason, Tokenizer,
 };
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
@@ -280,23 +281,34 @@ impl Generate {
     fn turns(
         &self,
         session: &mut Session<'_>,
-        mut prompt: Option<Vec<u32>>,
+        prompt: Option<Vec<u32>>,
         printer: &mut Printer,
     ) -> anyhow::Result<()> {
-        loop {
-            let next = match prompt.take() {
-                None => session.read_turn(printer)?,
-                prompt => prompt,
-            };
-            let Some(ids) = next else { return Ok(()) };
-            let generation = self.answer(session, &ids, printer)?;
-            match &mut session.chat {
-                Some(chat) if self.interactive => {
-                    let text = generation.text.unwrap_or_default();
-                    chat.conversation.messages.push(Message::answer(&text));
-                }
-                _ => return Ok(()),
+        if !self.interactive {
+            if let Some(prompt) = prompt {
+                self.answer(session, &prompt, printer)?;
             }
+            return Ok(());
+        }
+        // Whether a turn of the user is to be answered.
+        let mut waiting = prompt.is_some();
+        let mut unanswered = 0usize;
+        while waiting || session.read_turn(printer)? {
+            waiting = false;
+            let Some(ids) = session.next_prompt(printer) else {
+                unanswered += 1;
+                continue;
+            };
+            let generation = self.answer(session, &ids, printer)?;
+            if let Some(chat) = &mut session.chat {
+                let text = generation.text.unwrap_or_default();
+                chat.conversation.messages.push(Message::answer(&text));
+            }
+        }
+        match unanswered {
+            0 => Ok(()),
+            1 => bail!("one message of the chat was left out and has no answer"),
+            _ => bail!("{unanswered} messages of the chat were left out and have no answers"),
         }
     }
 
@@ -415,6 +427,31 @@ struct Chat {
     conversation: Conversation,
 }
 
+/// Characters of a turn that is dropped by which the user knows it again.
+const SHOWN: usize = 40;
+
+/// Removes the oldest turn, what the user said and the answer, and returns the beginning of what the
+/// user said. The user's last message stays, and so does what the system says.
+fn drop_oldest_turn(messages: &mut Vec<Message>) -> Option<String> {
+    let mut users = (0..messages.len()).filter(|&index| messages[index].role == MessageRole::User);
+    let (first, second) = (users.next()?, users.next()?);
+    let text = match &messages[first].content {
+        Some(Content::Text(text)) => text.as_str(),
+        _ => "",
+    };
+    let mut shown: String = text.chars().take(SHOWN).collect();
+    if shown.len() < text.len() {
+        shown.push('…');
+    }
+    let mut index = 0;
+    messages.retain(|message| {
+        let dropped = (first..second).contains(&index) && message.role != MessageRole::System;
+        index += 1;
+        !dropped
+    });
+    Some(shown)
+}
+
 /// A generation after the other.
 struct Session<'a> {
     generator: Generator<'a>,
@@ -424,10 +461,10 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Takes the next line of stdin that is not blank as the user's turn, and returns the prompt;
-    /// `None` after the last line.
-    fn read_turn(&mut self, printer: &mut Printer) -> anyhow::Result<Option<Vec<u32>>> {
-        let Some(chat) = &mut self.chat else { return Ok(None) };
+    /// Takes the next line of stdin that is not blank as the user's turn; `false` after the last
+    /// line.
+    fn read_turn(&mut self, printer: &mut Printer) -> anyhow::Result<bool> {
+        let Some(chat) = &mut self.chat else { return Ok(false) };
         let mut line = String::new();
         while line.trim().is_empty() {
             if std::io::stdin().is_terminal() {
@@ -440,12 +477,65 @@ impl Session<'_> {
                 bail!("a line of stdin is longer than {TEXT_LIMIT} bytes");
             }
             if read == 0 {
-                return Ok(None);
+                return Ok(false);
             }
         }
         let text = line.trim_end_matches(['\r', '\n']);
         chat.conversation.messages.push(Message::text(MessageRole::User, text));
-        Ok(Some(chat.template.encode(&chat.conversation, self.tokenizer)?))
+        Ok(true)
+    }
+
+    /// The prompt of the chat, whose last message is the user's. Where it has outgrown the context,
+    /// the oldest turns are dropped for good. `None` if the last message does not even fit alone; it
+    /// is left out then, and the chat is as before it.
+    fn next_prompt(&mut self, printer: &mut Printer) -> Option<Vec<u32>> {
+        let chat = self.chat.as_mut()?;
+        let context = self.generator.context();
+        // A turn that is dropped has all that follows run anew, so they are dropped for more than
+        // one answer at a time.
+        let quarter = context / 4;
+        let answer = self.options.max_tokens.unwrap_or(quarter).min(quarter);
+        let mut kept = chat.conversation.clone();
+        let mut dropped = Vec::new();
+        let prompt = loop {
+            let prompt = chat.template.encode(&kept, self.tokenizer);
+            let room = if dropped.is_empty() { answer } else { quarter };
+            if prompt.as_ref().is_ok_and(|ids| ids.len().saturating_add(room) <= context) {
+                break prompt;
+            }
+            match drop_oldest_turn(&mut kept.messages) {
+                Some(text) => dropped.push(format!("{text:?}")),
+                None => break prompt,
+            }
+        };
+        let prompt = match prompt {
+            Ok(ids) if ids.len() > context => {
+                Err(GenerateError::PromptTooLong { prompt: ids.len(), context })
+            }
+            prompt => prompt,
+        };
+        match prompt {
+            Ok(ids) => {
+                if !dropped.is_empty() {
+                    let turns = match dropped.len() {
+                        1 => "the oldest turn is".to_owned(),
+                        count => format!("the {count} oldest turns are"),
+                    };
+                    printer.warn(&format!(
+                        "the chat has outgrown the context of {context} tokens; {turns} dropped \
+                         from it: {}",
+                        dropped.join(", ")
+                    ));
+                }
+                chat.conversation = kept;
+                Some(ids)
+            }
+            Err(error) => {
+                chat.conversation.messages.pop();
+                printer.warn(&format!("{error}; the message is left out, and the chat goes on"));
+                None
+            }
+        }
     }
 }
 

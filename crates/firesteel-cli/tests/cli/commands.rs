@@ -292,9 +292,7 @@ fn help_of_check() {
               Tokens of the greedy continuation; 0 for none [default: 32]
 
           --greedy-prompt <N>
-              Prompt tokens before the greedy continuation
-
-              [default: 16]
+              Prompt tokens before the greedy continuation, at most half of the context [default: 16]
 
           --min-snr <DB>
               SNR in dB that logits, entries and the state after each layer must reach, each over all steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for 8-bit weights, 10 for 4-bit weights or 8-bit activations]
@@ -596,10 +594,10 @@ fn inspect_a_checkpoint() {
     context 131072    67205632   64.1 MiB   67207168   64.1 MiB        268435456   256.0 MiB
     context 1048576  536967680  512.1 MiB  536969216  512.1 MiB       2147483648  2048.0 MiB
     KV of the cpu runner        f16                    f32                     q8             marks at f16
-    context 4096            2293760    2.2 MiB     4587520     4.4 MiB    1218560    1.2 MiB        193536  0.2 MiB
-    context 32768          16973824   16.2 MiB    33947648    32.4 MiB    9017344    8.6 MiB        193536  0.2 MiB
-    context 131072         67305472   64.2 MiB   134610944   128.4 MiB   35756032   34.1 MiB        193536  0.2 MiB
-    context 1048576       537067520  512.2 MiB  1074135040  1024.4 MiB  285317120  272.1 MiB        193536  0.2 MiB
+    context 4096            2293760    2.2 MiB     4587520     4.4 MiB    1218560    1.2 MiB        290304  0.3 MiB
+    context 32768          16973824   16.2 MiB    33947648    32.4 MiB    9017344    8.6 MiB        290304  0.3 MiB
+    context 131072         67305472   64.2 MiB   134610944   128.4 MiB   35756032   34.1 MiB        290304  0.3 MiB
+    context 1048576       537067520  512.2 MiB  1074135040  1024.4 MiB  285317120  272.1 MiB        290304  0.3 MiB
     ");
 }
 
@@ -895,10 +893,10 @@ fn inspect_a_config_alone() {
     context 131072    4888350720   4661.9 MiB   4888461312   4662.0 MiB      19327352832   18432.0 MiB
     context 1048576  38711218176  36917.9 MiB  38711328768  36918.0 MiB     154618822656  147456.0 MiB
     KV of the cpu runner          f16                       f32                        q8               marks at f16
-    context 4096            214695936    204.8 MiB    429391872    409.5 MiB    114057216    108.8 MiB     113025024  107.8 MiB
-    context 32768          1271660544   1212.8 MiB   2543321088   2425.5 MiB    675569664    644.3 MiB     113025024  107.8 MiB
-    context 131072         4895539200   4668.8 MiB   9791078400   9337.5 MiB   2600755200   2480.3 MiB     113025024  107.8 MiB
-    context 1048576       38718406656  36924.8 MiB  77436813312  73849.5 MiB  20569153536  19616.3 MiB     113025024  107.8 MiB
+    context 4096            214695936    204.8 MiB    429391872    409.5 MiB    114057216    108.8 MiB     169537536  161.7 MiB
+    context 32768          1271660544   1212.8 MiB   2543321088   2425.5 MiB    675569664    644.3 MiB     169537536  161.7 MiB
+    context 131072         4895539200   4668.8 MiB   9791078400   9337.5 MiB   2600755200   2480.3 MiB     169537536  161.7 MiB
+    context 1048576       38718406656  36924.8 MiB  77436813312  73849.5 MiB  20569153536  19616.3 MiB     169537536  161.7 MiB
     ");
 }
 
@@ -1332,6 +1330,65 @@ fn check_reports() {
       "passed": "boolean"
     }
     "#);
+}
+
+#[test]
+fn check_refuses_or_tells_of_numbers_of_tokens_that_it_cannot_take() {
+    let folder = tempfile::tempdir().unwrap();
+    let (one, four) = (folder.path().join("one"), folder.path().join("four"));
+    export(&one, &["--context", "48", "--layers", "0:4"]);
+    export(&four, &["--context", "48", "--tokens", "4"]);
+    let check = |path: &Path, extra: &[&str]| {
+        let fixed = ["check", argument(path), "--against", SPARK_TINY, "--no-layers"];
+        firesteel(&[&fixed[..], extra].concat())
+    };
+    let refusals: [(&Path, &[&str], &str); 3] = [
+        (
+            &one,
+            &["--steps", "0"],
+            "error: --steps 0: a step takes 1 token; as many or more are accepted\n",
+        ),
+        (
+            &four,
+            &["--steps", "3"],
+            "error: --steps 3: a step takes 4 tokens; as many or more are accepted\n",
+        ),
+        (
+            &one,
+            &["--greedy-prompt", "0"],
+            "error: --greedy-prompt 0: a continuation needs something to continue; 1 or more \
+             tokens are accepted, and --greedy 0 leaves it out\n",
+        ),
+    ];
+    for (path, extra, expected) in refusals {
+        let output = check(path, extra);
+        assert_eq!(output.status.code(), Some(1), "{extra:?}");
+        assert_eq!(String::from_utf8(output.stderr).unwrap(), expected);
+    }
+    // (options, what is said, where the continuation begins)
+    let cases: [(&[&str], &str, &str); 4] = [
+        (&["--greedy-prompt", "24", "--greedy", "24"], "", "greedy after 24 tokens"),
+        (
+            &["--greedy-prompt", "40"],
+            "warning: the greedy continuation begins after 24 tokens, not after the 40 of \
+             --greedy-prompt: it takes no more than there are, and half of the context of 48\n",
+            "greedy after 24 tokens",
+        ),
+        (
+            &["--greedy", "33"],
+            "warning: the greedy continuation has 32 tokens, not the 33 of --greedy: the context \
+             of 48 takes no more after 16 of the prompt\n",
+            "greedy after 16 tokens",
+        ),
+        // What nobody asked for is shortened to what there is.
+        (&["--ids", "5,6,7"], "", "greedy after 3 tokens"),
+    ];
+    for (extra, said, shown) in cases {
+        let output = check(&one, &[&["--steps", "3"], extra].concat());
+        assert_eq!(String::from_utf8(output.stderr).unwrap(), said, "{extra:?}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains(shown), "{extra:?}: {text}");
+    }
 }
 
 #[test]

@@ -552,6 +552,88 @@ fn a_chat_goes_on_line_by_line() {
     assert!(String::from_utf8(output.stderr).unwrap().contains("but the context holds 20"));
 }
 
+/// A chat that outgrows its context forgets its oldest turns and says so, and a message that does not
+/// fit at all is left out; what is answered is the rest of the chat, and the system's message is in it.
+#[test]
+fn a_chat_that_outgrows_its_context_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let context = 220;
+    let fixed = ["--temperature", "0", "--max-tokens", "40", "--context", "220"];
+    let system = "Be brief.";
+    let long = "Tell me of the fox and the sea. ".repeat(40);
+    let turns = [
+        "What is a fox?",
+        "And what is the sea, and who lives in it, and why do they not come out of it?",
+        &long,
+        "Tell me a story about a fox who lived by the sea and had many friends, please.",
+        "Thank you. What was her name?",
+        &long,
+        "And where did she sleep?",
+        "What did she eat in the evening?",
+        "Good night.",
+    ];
+    let chat = [&["--chat", "--interactive", "--system", system, "--json"], &fixed[..]].concat();
+    let output = piped(&chat, &turns.join("\n"));
+    let talk = String::from_utf8(output.stderr).unwrap();
+    // Two messages have no answer, which whoever feeds the chat from a file should know.
+    assert_eq!(output.status.code(), Some(1), "{talk}");
+    let left_out: Vec<&str> = talk.lines().filter(|line| line.contains("left out")).collect();
+    assert_eq!(left_out.len(), 3, "{talk}");
+    for line in &left_out[..2] {
+        assert!(line.starts_with("warning: the prompt has "), "{line}");
+        assert!(line.contains("but the context holds 220; shorten the prompt"), "{line}");
+        assert!(line.ends_with("the message is left out, and the chat goes on"), "{line}");
+    }
+    assert_eq!(left_out[2], "error: 2 messages of the chat were left out and have no answers");
+    let mut answers = serde_json::Deserializer::from_slice(&output.stdout).into_iter::<Value>();
+    let mut messages = vec![json!({"role": "system", "content": system})];
+    let mut dropped = 0;
+    let mut lines = talk.lines();
+    for turn in turns {
+        messages.push(json!({"role": "user", "content": turn}));
+        let mut line = lines.next().unwrap();
+        if line.ends_with("the chat goes on") {
+            assert_eq!(turn, long);
+            messages.pop();
+            continue;
+        }
+        if let Some((_, list)) = line.split_once(" dropped from it: ") {
+            assert!(line.starts_with("warning: the chat has outgrown the context of 220 tokens; "));
+            for shown in list.split(", \"") {
+                // The oldest: what the user said, of which 40 characters are shown, and the answer.
+                let said = messages[1]["content"].as_str().unwrap();
+                let beginning: String = said.chars().take(40).collect();
+                assert!(shown.trim_matches('"').trim_end_matches('…') == beginning, "{line}");
+                messages.drain(1..3);
+                dropped += 1;
+            }
+            line = lines.next().unwrap();
+        }
+        assert!(line.contains(" prompt tokens"), "{line}");
+        let answer = answers.next().unwrap().unwrap();
+        let file = write(folder.path(), "messages.json", &json!({"messages": messages}));
+        let expected = report(&[&[SPARK_TINY, "--messages", &file], &fixed[..]].concat());
+        assert_eq!(answer["ids"], expected["ids"], "{turn}");
+        let prompt = answer["stats"]["prompt_tokens"].as_u64().unwrap();
+        assert_eq!(expected["stats"]["prompt_tokens"], prompt, "{turn}");
+        // Some room is left for the answer.
+        assert!(prompt + 40 <= context, "{turn}: {prompt}");
+        assert_ne!(answer["stop"], "context_full", "{turn}");
+        let text = answer["text"].as_str().unwrap();
+        let (thought, content) = text.split_once("</think>").unwrap_or(("", text));
+        messages
+            .push(json!({"role": "assistant", "content": content, "reasoning_content": thought}));
+    }
+    assert!(answers.next().is_none());
+    assert!(dropped >= 3, "{talk}");
+    // A message on the command line is one like the others.
+    let first = [&chat[..], &["--prompt", &long]].concat();
+    let output = piped(&first, "What is a fox?");
+    assert_eq!(output.status.code(), Some(1));
+    let mut answers = serde_json::Deserializer::from_slice(&output.stdout).into_iter::<Value>();
+    assert!(answers.next().is_some() && answers.next().is_none());
+}
+
 #[test]
 fn prompt_lookup_is_the_same_text_in_fewer_steps() {
     let folder = tempfile::tempdir().unwrap();

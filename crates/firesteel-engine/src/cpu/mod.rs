@@ -1,5 +1,6 @@
 //! The model on the CPU's kernels.
 
+mod batch;
 mod cache;
 mod forward;
 mod matrix;
@@ -7,6 +8,7 @@ mod packed;
 mod runner;
 mod sequence;
 
+pub use batch::CpuBatch;
 pub use cache::KvFormat;
 pub use packed::{PackedCache, PackedWeights};
 pub use runner::CpuRunner;

@@ -7,8 +7,8 @@ use crate::{EngineError, embedding, fit};
 use firesteel_checkpoint::{LayerKind, ModelConfig};
 use firesteel_kernels::Segment;
 use firesteel_step::{
-    CacheLayoutChoice, Decoder, Logits, RunnerError, StepError, StepOptions, StepSpec, Wanted,
-    rope_tables,
+    CacheLayoutChoice, Decoder, Logits, MARKS, RunnerError, StepError, StepOptions, StepSpec,
+    Wanted, rope_tables,
 };
 use firesteel_tensor::{Buffer, DType};
 use std::ops::Range;
@@ -16,8 +16,6 @@ use std::sync::{Arc, PoisonError};
 
 /// Tokens of a prompt that one forward takes.
 const CHUNK: usize = 64;
-/// Marks that a sequence keeps at most.
-const MARKS: usize = 2;
 
 /// The caches of a [`CpuSequence`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,8 +56,8 @@ pub struct KvMemory {
     /// multiple of 64, but not for more than the context. A forward of more tokens makes rings
     /// longer.
     pub caches: usize,
-    /// Two marks of the whole window, which is the most that a conversation adds; 0 when the rings
-    /// hold the context.
+    /// [`MARKS`] marks of the whole window, which is the most that a conversation adds; 0 when the
+    /// rings hold the context.
     pub marks: usize,
 }
 
@@ -73,7 +71,7 @@ pub struct KvMemory {
 /// on nothing else: the same bytes come out however the sequence is split into forwards, whatever
 /// else is in the batch, and on any number of threads.
 ///
-/// At most two marks are kept; each costs as much as the windows. Without a mark a sequence can go
+/// At most [`MARKS`] marks are kept; each costs as much as the windows. Without a mark a sequence can go
 /// back as far as its rings have not been written over: to any position as long as a ring was never
 /// full, else over a few of the last tokens.
 pub struct CpuSequence {
@@ -486,6 +484,10 @@ impl Decoder for CpuSequence {
 
     fn chunk(&self, left: usize) -> usize {
         left.min(CHUNK)
+    }
+
+    fn splits_freely(&self) -> bool {
+        true
     }
 
     fn gives_all_logits(&self, _: usize) -> bool {

@@ -3,12 +3,13 @@
 use crate::support::{advance, checkpoint, golden_gguf, options, snr, spark_tiny, values, widened};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{
-    BatchEntry, CheckpointEmbedding, CpuModel, CpuOptions, CpuSequence, EngineError, EngineRunner,
-    KvFormat, SequenceOptions,
+    BatchEntry, CheckpointEmbedding, CpuBatch, CpuModel, CpuOptions, CpuSequence, EngineError,
+    EngineRunner, KvFormat, SequenceOptions,
 };
 use firesteel_kernels::Isa;
 use firesteel_step::{
-    CacheLayoutChoice, Decoder, KvState, Role, Runner, RunnerError, StepError, StepSpec, Wanted,
+    BatchDecoder, BatchPart, CacheLayoutChoice, Decoder, KvState, MARKS, Role, Runner, RunnerError,
+    StepError, StepSpec, Wanted,
 };
 use std::sync::Arc;
 
@@ -172,7 +173,9 @@ fn what_is_allocated_is_what_is_said() {
             let name = format!("{kv}, context {context}");
             let memory = SequenceOptions { context, kv }.memory(tiny.config()).unwrap();
             assert_eq!(memory.caches, entry * (3 * slots + context), "{name}");
-            assert_eq!(memory.marks, 2 * 3 * marked * entry, "{name}");
+            // Three marks of three rings.
+            assert_eq!(MARKS, 3);
+            assert_eq!(memory.marks, 3 * 3 * marked * entry, "{name}");
             let mut decoder = sequence(&model, context, kv);
             assert_eq!(decoder.cache_bytes(), memory.caches, "{name}");
             let (mut logits, mut marks) = (Vec::new(), 0);
@@ -183,7 +186,7 @@ fn what_is_allocated_is_what_is_said() {
                 decoder.commit(chunk.len()).unwrap();
                 assert_eq!(decoder.cache_bytes(), memory.caches + marks, "{name}");
                 decoder.mark();
-                marks = (marks + memory.marks / 2).min(memory.marks);
+                marks = (marks + memory.marks / MARKS).min(memory.marks);
                 assert_eq!(decoder.cache_bytes(), memory.caches + marks, "{name}");
             }
             assert_eq!(decoder.cache_bytes(), memory.caches + memory.marks, "{name}");
@@ -266,7 +269,9 @@ fn sequences_go_back() {
         decoder.mark();
         goes_on(&mut decoder, 100, "after the second mark");
         decoder.mark();
-        // The third mark, at 350, took the place of the first.
+        goes_on(&mut decoder, 30, "after the third mark");
+        decoder.mark();
+        // The fourth mark, at 380, took the place of the first, at 100.
         assert_eq!(decoder.rewind(270), 250);
         goes_on(&mut decoder, 100, "back at the second mark");
         assert_eq!(decoder.rewind(249), 0, "the first mark is gone");
@@ -328,6 +333,61 @@ fn a_result_does_not_depend_on_the_batch() {
             }
         }
     }
+}
+
+/// Parts that cannot be run among some that can, which come out as alone.
+#[test]
+fn a_part_that_fails_changes_nothing_for_the_others() {
+    let model = best_model(&spark_tiny());
+    let mut batch = CpuBatch::new(Arc::clone(&model), KvFormat::F16);
+    let good = [KvFormat::F32, KvFormat::Q8]
+        .map(|kv| batch.add_with(SequenceOptions { context: 40, kv }).unwrap());
+    let [short, gone] = [3, 40].map(|context| batch.add(context).unwrap());
+    assert_eq!(batch.sequence(short).unwrap().context(), 3);
+    assert!(batch.remove(gone) && !batch.remove(gone) && batch.sequence(gone).is_none());
+    assert!(batch.add(0).is_err());
+    let odd = batch.add(40).unwrap();
+    let ids = ids(20);
+    let parts: [(_, &[u32], Result<(), &str>); 7] = [
+        (good[0], &ids[..9], Ok(())),
+        (short, &ids[..4], Err("4 more tokens at position 0 do not fit in a context of 3")),
+        (gone, &ids[..4], Err("sequence 3 is not one of the batch, or is in the same pass twice")),
+        (good[0], &ids[..4], Err("is in the same pass twice")),
+        (good[1], &ids[..12], Ok(())),
+        (odd, &[5, 2048], Err("token id 2048 has no row")),
+        (short, &[], Err("is in the same pass twice")),
+    ];
+    let mut logits: Vec<Vec<f32>> = vec![vec![1.0]; parts.len()];
+    let mut given: Vec<BatchPart<'_>> = parts
+        .iter()
+        .zip(&mut logits)
+        .map(|((sequence, ids, _), logits)| {
+            let sequence = *sequence;
+            BatchPart { sequence, ids, wanted: Wanted::Last, logits }
+        })
+        .collect();
+    let results = batch.forward(&mut given);
+    assert_eq!(results.len(), parts.len());
+    for (((_, ids, expected), result), logits) in parts.iter().zip(results).zip(&logits) {
+        match (expected, result) {
+            (Ok(()), result) => {
+                result.unwrap();
+                let kv = if ids.len() == 9 { KvFormat::F32 } else { KvFormat::Q8 };
+                let mut alone = Vec::new();
+                sequence(&model, 40, kv).forward(ids, Wanted::Last, &mut alone).unwrap();
+                assert!(same(&alone, logits));
+            }
+            (Err(expected), result) => {
+                let error = result.unwrap_err().to_string();
+                assert!(error.contains(expected) && logits.is_empty(), "{error}");
+            }
+        }
+    }
+    for (sequence, tokens) in [(good[0], 9), (good[1], 12)] {
+        batch.sequence_mut(sequence).unwrap().commit(tokens).unwrap();
+    }
+    assert!(batch.sequence_mut(odd).unwrap().commit(1).is_err());
+    assert!(batch.forward(&mut []).is_empty());
 }
 
 #[test]
