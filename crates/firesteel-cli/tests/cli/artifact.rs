@@ -459,13 +459,13 @@ const TAMPERINGS: &[Tampering] = &[
     },
     Tampering {
         about: "a later version",
-        change: |_, json| json["format_version"] = json!(2),
-        expected: "this program reads 1; export the artifact again",
+        change: |_, json| json["format_version"] = json!(3),
+        expected: "this program reads 2; export the artifact again",
     },
     Tampering {
         about: "no version",
         change: |_, json| drop(json.as_object_mut().unwrap().shift_remove("format_version")),
-        expected: "this program reads 1; export the artifact again",
+        expected: "this program reads 2; export the artifact again",
     },
     Tampering {
         about: "a missing key",

@@ -567,18 +567,18 @@ fn inspect_a_checkpoint() {
     head tied; weights: 34 in bf16
     layer                                           weight  dtype       shape
     0 (sliding_attention)           input_layernorm.weight   bf16       [256]
-    0 (sliding_attention)  post_attention_layernorm.weight   bf16       [256]
     0 (sliding_attention)      self_attn.q_k_v_proj.weight   bf16  [512, 256]
     0 (sliding_attention)          self_attn.g_proj.weight   bf16    [4, 256]
     0 (sliding_attention)        self_attn.out_proj.weight   bf16  [256, 256]
+    0 (sliding_attention)  post_attention_layernorm.weight   bf16       [256]
     0 (sliding_attention)             mlp.gate_proj.weight   bf16  [512, 256]
     0 (sliding_attention)               mlp.up_proj.weight   bf16  [512, 256]
     0 (sliding_attention)             mlp.down_proj.weight   bf16  [256, 512]
     3 (full_attention)              input_layernorm.weight   bf16       [256]
-    3 (full_attention)     post_attention_layernorm.weight   bf16       [256]
     3 (full_attention)         self_attn.q_k_v_proj.weight   bf16  [512, 256]
     3 (full_attention)             self_attn.g_proj.weight   bf16    [4, 256]
     3 (full_attention)           self_attn.out_proj.weight   bf16  [256, 256]
+    3 (full_attention)     post_attention_layernorm.weight   bf16       [256]
     3 (full_attention)                mlp.gate_proj.weight   bf16  [512, 256]
     3 (full_attention)                  mlp.up_proj.weight   bf16  [512, 256]
     3 (full_attention)                mlp.down_proj.weight   bf16  [256, 512]
@@ -655,17 +655,18 @@ fn inspect_a_checkpoint_as_json() {
               ]
             },
             {
-              "name": "model.layers.0.post_attention_layernorm.weight",
-              "dtype": "bf16",
-              "shape": [
-                256
-              ]
-            },
-            {
               "name": "model.layers.0.self_attn.q_k_v_proj.weight",
               "dtype": "bf16",
               "shape": [
                 512,
+                256
+              ]
+            },
+            {
+              "name": "model.layers.0.self_attn.g_proj.weight",
+              "dtype": "bf16",
+              "shape": [
+                4,
                 256
               ]
             }
@@ -1128,7 +1129,15 @@ fn export_reports_what_it_wrote() {
             "Split": "number",
             "Sqrt": "number",
             "Transpose": "number"
-          }
+          },
+          "tags": [
+            {
+              "part": "string",
+              "nodes": [
+                "string"
+              ]
+            }
+          ]
         }
       ],
       "data": [
