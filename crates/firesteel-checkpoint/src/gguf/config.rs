@@ -304,10 +304,12 @@ impl Described<'_> {
             }
         }
         let relative = self.keys.scaling(Keys::MAGNITUDE);
-        match self.reader.get(&relative) {
-            Some(_) => Ok(usual * self.reader.number(&relative, &MAGNITUDES)?),
-            None => Ok(usual),
+        if self.reader.get(&relative).is_none() {
+            return Ok(usual);
         }
+        let magnitude = usual * self.reader.number(&relative, &MAGNITUDES)?;
+        // The share has the precision of f32, and so has what follows from it.
+        Ok(GgufValue::F32(magnitude as f32).as_f64().unwrap_or(magnitude))
     }
 }
 
