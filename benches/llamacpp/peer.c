@@ -3,13 +3,15 @@
  * peer MODEL THREADS start TOKENS CONTEXT KV
  * peer MODEL THREADS text FILE LENGTH
  * peer MODEL THREADS prompts FILE TOKENS [LOGITS]
+ * peer MODEL THREADS ids FILE TOKENS [LOGITS]
  *
  * The first prints, as a line of JSON, the seconds from the start of the program to its readiness
  * and to the logits of a prompt of TOKENS, those that the prompt takes when everything is in place,
  * and the anonymous memory; KV is f32, f16 or q8_0. The second prints the number of tokens of a
  * text and its perplexity, cut into sequences of LENGTH from an empty cache, the third the ids of a
  * greedy continuation of each line that is not empty; it writes the logits that each id was taken
- * from to the file LOGITS, as floats of this machine. */
+ * from to the file LOGITS, as floats of this machine. The fourth does so with lines of ids, which a
+ * model without a tokenizer has too, and the logits of the ids of a line come before. */
 #include "llama.h"
 #include <math.h>
 #include <stdio.h>
@@ -135,22 +137,46 @@ static void perplexity(struct llama_context * context, const char * text, int nu
     printf("%d %.6f\n", count, exp(-sum / predicted));
 }
 
-static void continuations(struct llama_context * context, char * text, int number, FILE * file) {
+/* The ids of a line, which are written as numbers. */
+static int parse_ids(const struct llama_vocab * vocab, const char * line) {
+    int count = 0, width = llama_vocab_n_tokens(vocab);
+    while (line[strspn(line, " \r")]) {
+        char * end;
+        long id = strtol(line, &end, 10);
+        if (end == line || id < 0 || id >= width) fail("an id is no number or has no token");
+        if (count == CONTEXT) fail("a line has too many ids");
+        ids[count++] = (llama_token) id;
+        line = end;
+    }
+    if (!count) fail("a line has no ids");
+    return count;
+}
+
+static void keep(FILE * file, const float * logits, int width) {
+    if (!logits) fail("there are no logits");
+    if (file && fwrite(logits, sizeof *logits, (size_t) width, file) != (size_t) width)
+        fail("the logits cannot be written");
+}
+
+static void continuations(
+    struct llama_context * context, char * text, bool of_ids, int number, FILE * file
+) {
     const struct llama_vocab * vocab = llama_model_get_vocab(llama_get_model(context));
     int width = llama_vocab_n_tokens(vocab);
     for (char * line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
-        int count = tokenize(vocab, line, true);
+        int count = of_ids ? parse_ids(vocab, line) : tokenize(vocab, line, true);
         if (count + number > CONTEXT) fail("a prompt is too long");
         llama_memory_clear(llama_get_memory(context), true);
         decode(context, ids, count, 0);
         int last = count - 1;
+        for (int i = 0; of_ids && i < last; i++)
+            keep(file, llama_get_logits_ith(context, i), width);
         for (int made = 0; made < number; made++) {
             const float * logits = llama_get_logits_ith(context, last);
+            keep(file, logits, width);
             llama_token best = 0;
             for (int id = 1; id < width; id++) if (logits[id] > logits[best]) best = id;
             printf("%d ", best);
-            if (file && fwrite(logits, sizeof *logits, (size_t) width, file) != (size_t) width)
-                fail("the logits cannot be written");
             if (llama_vocab_is_eog(vocab, best) || made + 1 == number) break;
             decode(context, &best, 1, count + made);
             last = 0;
@@ -170,10 +196,12 @@ int main(int argc, char ** argv) {
     double begun = seconds();
     const char * verb = argc > 3 ? argv[3] : "";
     int is_start = !strcmp(verb, "start"), is_text = !strcmp(verb, "text");
-    if (!is_start && !is_text && strcmp(verb, "prompts"))
-        fail("MODEL, THREADS, and start, text or prompts are needed");
+    int is_ids = !strcmp(verb, "ids");
+    if (!is_start && !is_text && !is_ids && strcmp(verb, "prompts"))
+        fail("MODEL, THREADS, and start, text, prompts or ids are needed");
     if (is_start ? argc != 7 : is_text ? argc != 6 : argc != 6 && argc != 7)
-        fail("start wants TOKENS CONTEXT KV, text wants FILE LENGTH, prompts FILE TOKENS [LOGITS]");
+        fail("start wants TOKENS CONTEXT KV, text FILE LENGTH, prompts and ids FILE TOKENS "
+             "[LOGITS]");
     int threads = atoi(argv[2]), number = atoi(argv[5]), tokens = is_start ? atoi(argv[4]) : 0;
     if (threads < 1) fail("THREADS is 1 or more");
     if (number < 2 || (number > CONTEXT && !is_start)) fail("LENGTH and TOKENS are from 2 to 4096");
@@ -205,7 +233,7 @@ int main(int argc, char ** argv) {
     } else {
         FILE * logits = argc == 7 ? fopen(argv[6], "wb") : NULL;
         if (argc == 7 && !logits) fail("LOGITS cannot be written");
-        continuations(context, read_file(argv[4]), number, logits);
+        continuations(context, read_file(argv[4]), is_ids, number, logits);
         if (logits && fclose(logits)) fail("LOGITS cannot be written");
     }
     return 0;

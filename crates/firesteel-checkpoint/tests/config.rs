@@ -346,6 +346,21 @@ fn refused_configs_say_file_key_value_and_what_is_accepted() {
             &["rope_scaling is {\"factor\":2.0}", "maths that this architecture does not have"],
         ),
         (
+            "rope_scaling of no kind",
+            |c| c["rope_scaling"] = json!("default"),
+            &["rope_scaling is \"default\"", "maths that this architecture does not have"],
+        ),
+        (
+            "rope_scaling by yarn",
+            |c| c["rope_scaling"] = json!({"rope_type": "yarn", "factor": 4.0}),
+            &["rope_scaling is {\"rope_type\":\"yarn\"", "maths that this architecture does not"],
+        ),
+        (
+            "default rope_scaling with a factor",
+            |c| c["rope_scaling"] = json!({"rope_type": "default", "factor": 2.0}),
+            &["rope_scaling is {\"rope_type\":\"default\"", "maths that this architecture does"],
+        ),
+        (
             "soft cap",
             |c| c["attn_logit_softcapping"] = json!(50.0),
             &["attn_logit_softcapping is 50.0", "maths"],
@@ -411,6 +426,24 @@ fn accepted_variations_read_as_documented() {
             |c| c["rope_theta"] = json!(500_000),
             |c| c.rope_full.unwrap().theta == 5e6 && c.rope_sliding.unwrap().theta == 1e4,
             &["rope_theta is ignored; rope_parameters has it"],
+        ),
+        (
+            "no scaling",
+            |c| c["rope_scaling"] = Value::Null,
+            |c| c.rope_full == Some(Rope::plain(5e6, 4)),
+            &[],
+        ),
+        (
+            "default scaling",
+            |c| c["rope_scaling"] = json!({"rope_type": "default"}),
+            |c| c.rope_full == Some(Rope::plain(5e6, 4)),
+            &[],
+        ),
+        (
+            "default scaling, old key",
+            |c| c["rope_scaling"] = json!({"type": "default", "factor": null}),
+            |c| c.rope_full == Some(Rope::plain(5e6, 4)),
+            &[],
         ),
         (
             "nested rotary factor left out is 1",

@@ -133,7 +133,7 @@ impl Reader {
             let of_family = known(spelling.ignored)
                 || spelling.fixed.iter().any(|fixed| fixed.key == key)
                 || spelling.rope == RopeSpelling::Flat && key == SCALING;
-            if known(READ) || known(IGNORED) || of_family {
+            if known(READ) || known(IGNORED) || of_family || key == SCALING && is_unscaled(value) {
                 continue;
             }
             if is_neutral(value, 0.0) && !value.is_number() {
@@ -601,6 +601,15 @@ impl Spelling for Reader {
 /// Whether a value of an unknown key says that its feature is off.
 fn is_neutral(value: &Value, number: f64) -> bool {
     value.is_null() || *value == Value::Bool(false) || value.as_f64() == Some(number)
+}
+
+/// Whether a value of `rope_scaling` says that nothing is scaled and says no more.
+fn is_unscaled(value: &Value) -> bool {
+    let entries = value.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
+    let mut kinds = entries.map(|(key, value)| {
+        matches!(key.as_str(), "rope_type" | "type") && value.as_str() == Some("default")
+    });
+    value.is_object() && kinds.all(|is_default| is_default)
 }
 
 /// A value as JSON, shortened when very long.

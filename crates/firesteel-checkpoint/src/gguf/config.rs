@@ -2,8 +2,8 @@
 
 use super::{Gguf, GgufValue};
 use crate::config::{
-    EPSILONS, FACTORS, MATHS, MAX_SIZE, ROTATIONS, STRETCHED_THETAS, Spelling, THETAS, TokenIds,
-    describe, show_counts, show_range,
+    EPSILONS, FACTORS, MAGNITUDES, MATHS, MAX_SIZE, ROTATIONS, STRETCHED_THETAS, Spelling, THETAS,
+    TokenIds, describe, show_counts, show_range,
 };
 use crate::family::{Count, RopeSpelling};
 use crate::json::shorten;
@@ -27,6 +27,13 @@ pub(super) struct Keys(pub(super) Family);
 impl Keys {
     /// Parts of [`Keys::scaling`]: the rotations of a pair.
     pub(super) const BETAS: [&str; 2] = ["yarn_beta_fast", "yarn_beta_slow"];
+    /// Part of [`Keys::scaling`]: cosines and sines are this times what yarn makes them.
+    pub(super) const MAGNITUDE: &str = "attn_factor";
+    /// Part of [`Keys::scaling`]: what cosines and sines are multiplied with in the checkpoint that the
+    /// public converter read. llama.cpp does not read it for these architectures.
+    const CONVERTED_MAGNITUDE: &str = "yarn_attn_factor";
+    /// Part of [`Keys::scaling`]: tells of the training and changes nothing.
+    const FINETUNED: &str = "finetuned";
 
     fn of(self, key: &str) -> String {
         format!("{}.{key}", self.0.architecture())
@@ -66,6 +73,10 @@ impl Keys {
         self.of(&format!("rope.scaling.{part}"))
     }
 
+    fn causal(self) -> String {
+        self.of("attention.causal")
+    }
+
     /// Keys that are read.
     fn read(self) -> Vec<String> {
         use Count::{
@@ -74,15 +85,17 @@ impl Keys {
         };
         let counts = [Hidden, Intermediate, Layers, Heads, KeyValueHeads, HeadDim, Vocabulary];
         let mut read: Vec<String> = counts.into_iter().map(|count| self.count(count)).collect();
-        read.extend([self.count(Positions), self.value_length(), self.epsilon()]);
+        read.extend([self.count(Positions), self.value_length(), self.epsilon(), self.causal()]);
         read.extend([self.rope_base(LayerKind::Full), self.rope_dims(LayerKind::Full)]);
         if self.0.description().window_pattern {
             read.extend([self.count(Window), self.window_pattern()]);
             read.extend([self.rope_base(LayerKind::Sliding), self.rope_dims(LayerKind::Sliding)]);
         }
         if self.knows_yarn() {
-            let parts = ["type", "factor", "original_context_length"];
-            read.extend(parts.into_iter().chain(Self::BETAS).map(|part| self.scaling(part)));
+            let parts = ["type", "factor", "original_context_length", Self::FINETUNED];
+            let parts = parts.into_iter().chain(Self::BETAS);
+            let parts = parts.chain([Self::MAGNITUDE, Self::CONVERTED_MAGNITUDE]);
+            read.extend(parts.map(|part| self.scaling(part)));
         }
         read
     }
@@ -180,6 +193,11 @@ struct Described<'a> {
 impl Described<'_> {
     /// Checks every key of the architecture that is not known, by the rule of config.json.
     fn refuse_other_maths(&mut self) -> Result<(), CheckpointError> {
+        let causal = self.keys.causal();
+        if self.reader.get(&causal).is_some_and(|value| value.as_bool() != Some(true)) {
+            let accepted = "true or absent: models whose tokens see later ones are not read";
+            return Err(self.error(&causal, accepted.into()));
+        }
         let (prefix, read) = (self.keys.of(""), self.keys.read());
         for (key, value) in self.reader.gguf.metadata() {
             let Some(rest) = key.strip_prefix(&prefix) else { continue };
@@ -238,13 +256,15 @@ impl Described<'_> {
         match kind.and_then(|kind| kind.as_str()) {
             Some("yarn") => {}
             None | Some("none") if kind.is_none_or(|kind| kind.as_str().is_some()) => {
-                let factor = key("factor");
-                let value = self.reader.get(&factor).and_then(|value| value.as_f64());
-                return match value {
-                    // Both are in use for none.
-                    None | Some(0.0 | 1.0) => Ok(None),
-                    Some(_) => Err(self.error(&factor, format!("absent without {}", key("type")))),
-                };
+                // Both numbers are in use for none.
+                for part in ["factor", Keys::MAGNITUDE, Keys::CONVERTED_MAGNITUDE] {
+                    let value = self.reader.get(&key(part));
+                    if value.is_some_and(|value| !matches!(value.as_f64(), Some(0.0 | 1.0))) {
+                        let accepted = format!("absent without {}", key("type"));
+                        return Err(self.error(&key(part), accepted));
+                    }
+                }
+                return Ok(None);
             }
             _ => {
                 let accepted = "\"yarn\", \"none\" or absent: no other scaling is known";
@@ -267,8 +287,29 @@ impl Described<'_> {
         if beta_slow >= beta_fast {
             return Err(self.error(&key(Keys::BETAS[1]), format!("a number below {beta_fast}")));
         }
-        let attention_factor = Yarn::attention_factor_of(factor);
+        let attention_factor = self.magnitude(factor)?;
         Ok(Some(Yarn { factor, original_positions, beta_fast, beta_slow, attention_factor }))
+    }
+
+    /// What cosines and sines of frequencies that are stretched by `factor` are multiplied with.
+    fn magnitude(&self, factor: f64) -> Result<f64, CheckpointError> {
+        let usual = Yarn::attention_factor_of(factor);
+        let converted = self.keys.scaling(Keys::CONVERTED_MAGNITUDE);
+        if self.reader.get(&converted).is_some() {
+            let value = self.reader.number(&converted, &MAGNITUDES)?;
+            // Numbers of a file are f32.
+            if value != 1.0 && (value / usual - 1.0).abs() > 1e-6 {
+                let accepted = format!("1, {usual} or absent, since its readers compute {usual}");
+                return Err(self.error(&converted, accepted));
+            }
+        }
+        let relative = self.keys.scaling(Keys::MAGNITUDE);
+        if self.reader.get(&relative).is_none() {
+            return Ok(usual);
+        }
+        let magnitude = usual * self.reader.number(&relative, &MAGNITUDES)?;
+        // The share has the precision of f32, and so has what follows from it.
+        Ok(GgufValue::F32(magnitude as f32).as_f64().unwrap_or(magnitude))
     }
 }
 

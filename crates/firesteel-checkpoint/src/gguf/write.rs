@@ -583,24 +583,26 @@ impl Metadata {
         warnings
     }
 
-    /// Readers compute the factor of cosines and sines from the other factor.
-    fn yarn(&mut self, keys: &Keys, yarn: Yarn) -> Option<String> {
+    /// Writes how frequencies are stretched; the result names what llama.cpp does not take over. The
+    /// factor of cosines and sines is written as a share of what readers compute from the other one.
+    fn yarn(&mut self, keys: &Keys, yarn: Yarn) -> Vec<String> {
+        let mut warnings = Vec::new();
         self.string(&keys.scaling("type"), "yarn");
         self.f32(&keys.scaling("factor"), yarn.factor);
         self.size(&keys.scaling("original_context_length"), yarn.original_positions);
         let betas = [yarn.beta_fast, yarn.beta_slow];
         for ((key, beta), usual) in Keys::BETAS.into_iter().zip(betas).zip(Yarn::BETAS) {
             if beta != usual {
-                self.f32(&keys.scaling(key), beta);
+                let key = keys.scaling(key);
+                self.f32(&key, beta);
+                warnings.push(format!("{key} {beta} is in the file, but llama.cpp takes {usual}"));
             }
         }
-        let usual = Yarn::attention_factor_of(yarn.factor);
-        (yarn.attention_factor != usual).then(|| {
-            format!(
-                "rope_scaling.attention_factor {} is not in the file, whose readers compute {usual}",
-                yarn.attention_factor
-            )
-        })
+        let share = yarn.attention_factor / Yarn::attention_factor_of(yarn.factor);
+        if share != 1.0 {
+            self.f32(&keys.scaling(Keys::MAGNITUDE), share);
+        }
+        warnings
     }
 
     /// Writes the ids that have a place; the result names those that have none.
