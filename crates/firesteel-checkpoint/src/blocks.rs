@@ -5,7 +5,7 @@
 //! the format, so a value is the same whoever reads it.
 
 use bytemuck::{Pod, Zeroable};
-use firesteel_tensor::DType;
+use firesteel_tensor::{DType, TensorError};
 use half::f16;
 use std::fmt;
 
@@ -112,11 +112,23 @@ pub(crate) trait Block: Pod {
 /// Most elements of a block.
 pub(crate) const MAX_BLOCK_ELEMENTS: usize = 256;
 
-/// Reads `out.len()` elements from `first` on of the whole blocks `bytes`. Elements beyond the
-/// last block are left as they are; callers check the range.
-pub(crate) fn dequantize(format: WeightFormat, bytes: &[u8], first: usize, out: &mut [f32]) {
+/// Reads `out.len()` elements from `first` on of the whole blocks `bytes`.
+///
+/// # Errors
+/// When `bytes` are no whole blocks or have not all of the elements.
+pub(crate) fn dequantize(
+    format: WeightFormat,
+    bytes: &[u8],
+    first: usize,
+    out: &mut [f32],
+) -> Result<(), TensorError> {
     match format {
-        WeightFormat::Float(_) => {}
+        WeightFormat::Float(dtype) => {
+            let (start, length) = (first.saturating_mul(dtype.size()), size_of_val(out));
+            let end = start.saturating_add(length / size_of::<f32>() * dtype.size());
+            // Where there are fewer, the lengths disagree.
+            firesteel_tensor::read_f32(dtype, bytes.get(start..end).unwrap_or_default(), out)
+        }
         WeightFormat::Q4_0 => dequantize_as::<BlockQ4_0>(bytes, first, out),
         WeightFormat::Q4_1 => dequantize_as::<BlockQ4_1>(bytes, first, out),
         WeightFormat::Q8_0 => dequantize_as::<BlockQ8_0>(bytes, first, out),
@@ -126,12 +138,24 @@ pub(crate) fn dequantize(format: WeightFormat, bytes: &[u8], first: usize, out: 
     }
 }
 
-fn dequantize_as<B: Block>(bytes: &[u8], first: usize, mut out: &mut [f32]) {
-    let Ok(blocks) = bytemuck::try_cast_slice::<u8, B>(bytes) else { return };
+fn dequantize_as<B: Block>(
+    bytes: &[u8],
+    first: usize,
+    mut out: &mut [f32],
+) -> Result<(), TensorError> {
+    let needed = first.saturating_add(out.len()).div_ceil(B::ELEMENTS);
+    let blocks = match bytemuck::try_cast_slice::<u8, B>(bytes) {
+        Ok(blocks) if blocks.len() >= needed => blocks,
+        _ => {
+            let expected = needed.saturating_mul(size_of::<B>());
+            let (shape, dtype, actual) = (vec![expected], DType::U8, bytes.len());
+            return Err(TensorError::ByteLength { shape, dtype, expected, actual });
+        }
+    };
     let mut skip = first % B::ELEMENTS;
     for block in blocks.iter().skip(first / B::ELEMENTS) {
         if out.is_empty() {
-            return;
+            break;
         }
         let (part, rest) = out.split_at_mut(out.len().min(B::ELEMENTS - skip));
         if part.len() == B::ELEMENTS {
@@ -144,6 +168,7 @@ fn dequantize_as<B: Block>(bytes: &[u8], first: usize, mut out: &mut [f32]) {
         out = rest;
         skip = 0;
     }
+    Ok(())
 }
 
 fn half(bytes: [u8; 2]) -> f32 {
@@ -303,6 +328,36 @@ impl Block for BlockQ6K {
                 let q = low[j] >> (4 * (k / 2)) & 15 | (high[j] >> (2 * k) & 3) << 4;
                 *value = scales[2 * i + j / 16] * f32::from(q as i8 - 32);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_that_are_not_there_are_an_error() {
+        let formats = [
+            WeightFormat::Float(DType::F16),
+            WeightFormat::Q4_0,
+            WeightFormat::Q4_1,
+            WeightFormat::Q8_0,
+            WeightFormat::Q4K,
+            WeightFormat::Q5K,
+            WeightFormat::Q6K,
+        ];
+        for format in formats {
+            let (count, size) = (2 * format.block_elements(), 2 * format.block_bytes());
+            let bytes = vec![0; size];
+            let mut out = vec![7.0; count];
+            let mut read = |bytes: &[u8], first| dequantize(format, bytes, first, &mut out);
+            assert!(read(&bytes, 0).is_ok(), "{format}");
+            assert!(read(&bytes, 1).is_err(), "{format}: one element beyond the end");
+            assert!(read(&bytes[..size - 1], 0).is_err(), "{format}: a block is cut");
+            assert!(read(&bytes[..size / 2], 0).is_err(), "{format}: a block is missing");
+            assert!(read(&[], 0).is_err(), "{format}: nothing");
+            assert!(read(&bytes, usize::MAX).is_err(), "{format}: beyond everything");
         }
     }
 }

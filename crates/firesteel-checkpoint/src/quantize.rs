@@ -397,7 +397,7 @@ mod tests {
         let mut bytes = vec![0; format.byte_count(values.len()).unwrap()];
         quantize(format, values, importance, &mut bytes);
         let mut read = vec![0.0; values.len()];
-        dequantize(format, &bytes, 0, &mut read);
+        dequantize(format, &bytes, 0, &mut read).unwrap();
         read
     }
 

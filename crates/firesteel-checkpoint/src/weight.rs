@@ -216,7 +216,7 @@ impl Weight {
                     Axis::Rows => {
                         let columns = self.element_count() / factors.len();
                         for (index, value) in (first_element..).zip(out) {
-                            *value *= factors.get(index / columns).copied().unwrap_or(1.0);
+                            *value *= factors[index / columns];
                         }
                     }
                 }
@@ -225,13 +225,7 @@ impl Weight {
             Source::Mapped(pieces) => {
                 let range = first_element..first_element + out.len();
                 for_each_part(pieces, range, |piece, elements, part| {
-                    let out = out.get_mut(part).unwrap_or_default();
-                    let WeightFormat::Float(dtype) = piece.format else {
-                        dequantize(piece.format, &piece.bytes, elements.start, out);
-                        return Ok(());
-                    };
-                    let bytes = piece.bytes.get(piece.byte_range(elements));
-                    firesteel_tensor::read_f32(dtype, bytes.unwrap_or_default(), out)
+                    dequantize(piece.format, &piece.bytes, elements.start, &mut out[part])
                 })
             }
         }
@@ -278,7 +272,7 @@ impl Weight {
                 let range = first_element..first_element + count;
                 for_each_part(pieces, range, |piece, elements, part| {
                     let end = (part.end * size).min(out.len());
-                    let out = out.get_mut(part.start * size..end).unwrap_or_default();
+                    let out = &mut out[part.start * size..end];
                     let WeightFormat::Float(from) = piece.format else {
                         report.merge(convert_blocks(piece, elements, to, out)?);
                         return Ok(());
@@ -397,7 +391,7 @@ fn convert_blocks(
         elements.clone().step_by(CONVERT_BLOCK).zip(out.chunks_mut(CONVERT_BLOCK * size))
     {
         let values = &mut values[..CONVERT_BLOCK.min(elements.end - first)];
-        dequantize(piece.format, &piece.bytes, first, values);
+        dequantize(piece.format, &piece.bytes, first, values)?;
         report.merge(firesteel_tensor::convert(DType::F32, bytemuck::cast_slice(values), to, out)?);
     }
     Ok(report)

@@ -27,7 +27,7 @@ use std::time::Duration;
 pub struct CompileOptions {
     /// The chip.
     pub soc: Soc,
-    /// What a host is to ask of the device.
+    /// What a host is to ask of the device. Contexts do not depend on it.
     pub performance: Performance,
     /// How the steps are cut.
     pub split: Split,
@@ -84,7 +84,7 @@ pub enum Progress<'a> {
 const SIZE_LIMIT: u64 = 2 << 30;
 
 /// Changes when finished parts of an older program are of no use.
-const CACHE_VERSION: &str = "2";
+const CACHE_VERSION: &str = "3";
 
 /// Compiles `artifacts`, one for each step of the same model, and writes the folder `out`, complete
 /// or not at all.
@@ -315,11 +315,10 @@ struct PartJob<'a> {
 
 impl PartJob<'_> {
     /// The folder of the finished part: its name is a hash of everything that the result depends
-    /// on.
+    /// on. The performance mode is not part of it, because the compiler is not told any.
     fn folder(&self) -> PathBuf {
-        let mut hash = Sha256::new();
         let (libraries, soc) = (self.libraries, self.options.soc);
-        for text in [
+        let texts = [
             CACHE_VERSION,
             &libraries.onnxruntime,
             &libraries.onnxruntime_qnn,
@@ -329,15 +328,9 @@ impl PartJob<'_> {
             &soc.arch.to_string(),
             &self.part.name,
             &self.part.identity,
-        ] {
-            hash.update(text);
-            hash.update([0]);
-        }
-        for data in &self.artifact.manifest().data {
-            hash.update(&data.xxh3);
-        }
-        let key: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        self.options.cache.join(key)
+        ];
+        let data = self.artifact.manifest().data.iter().map(|data| data.xxh3.as_str());
+        self.options.cache.join(folder_key(texts.into_iter().chain(data)))
     }
 
     fn context(&self) -> String {
@@ -440,6 +433,17 @@ impl PartJob<'_> {
     }
 }
 
+/// The name of a folder of the cache: a hash of the texts that tell what is in it, none of which
+/// contains a zero byte.
+fn folder_key<'a>(texts: impl IntoIterator<Item = &'a str>) -> String {
+    let mut hash = Sha256::new();
+    for text in texts {
+        hash.update(text);
+        hash.update([0]);
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Refuses anything but one binary of a size that a session takes.
 fn check_size(
     part: &str,
@@ -478,7 +482,6 @@ impl CompileOptions {
         CompileRequest {
             models,
             soc: self.soc,
-            performance: self.performance,
             account: false,
             cpu_nodes,
             library: self.library.clone(),
@@ -562,13 +565,8 @@ struct SharedJob<'a> {
 impl SharedJob<'_> {
     /// The folder of the finished binary, named after the `finished` parts that are in it.
     fn folder(&self, finished: &[PathBuf]) -> PathBuf {
-        let mut hash = Sha256::new();
-        for part in finished {
-            hash.update(part.file_name().unwrap_or_default().as_encoded_bytes());
-            hash.update([0]);
-        }
-        let key: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        self.options.cache.join(format!("shared-{key}"))
+        let names = finished.iter().filter_map(|part| part.file_name()?.to_str());
+        self.options.cache.join(format!("shared-{}", folder_key(names)))
     }
 
     fn compile(

@@ -55,7 +55,7 @@ pub struct Target {
     pub soc_number: u32,
     /// Its architecture.
     pub arch: u32,
-    /// What a host is to ask of the device.
+    /// What a host is to ask of the device, when it opens a session. The compiler is not told.
     pub performance: Performance,
 }
 
@@ -231,7 +231,7 @@ impl CompiledManifest {
             format: FORMAT.into(),
             format_version: COMPILED_VERSION,
             tool_version: env!("CARGO_PKG_VERSION").into(),
-            settings: compile_settings(target.soc_number, target.arch, target.performance)
+            settings: compile_settings(target.soc_number, target.arch)
                 .map(|(key, value)| (key.to_owned(), value))
                 .into(),
             target,

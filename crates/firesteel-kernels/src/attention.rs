@@ -700,10 +700,7 @@ impl<E: Element> Rows<'_, E> {
         let fits = d + V * S::LANES <= self.head_dim
             && self.out.len() >= R * self.head_dim
             && self.weights.len() >= (R - 1) * self.stride + entries;
-        if !fits {
-            debug_assert!(false, "columns {d} of {R} rows");
-            return;
-        }
+        assert!(fits, "columns {d} of {R} rows");
         // SAFETY: columns up to d + V · LANES are in every entry of `v` and row of `out`, and every
         // row has a weight for every entry.
         unsafe {

@@ -150,10 +150,11 @@ pub(crate) trait PackedBlock: Pod {
     /// The weights of a row.
     fn values(&self, row: usize, out: &mut [f32]);
 
-    /// The blocks of one strip, which a checked view has aligned.
+    /// The blocks of whole strips, which a checked view has aligned. Other bytes panic like an
+    /// index outside of a slice: no blocks in their place, which would be a sum of 0.
     #[inline(always)]
     fn strip(bytes: &[u8]) -> &[Self] {
-        bytemuck::try_cast_slice(bytes).unwrap_or(&[])
+        bytemuck::cast_slice(bytes)
     }
 }
 
@@ -483,7 +484,13 @@ pub fn unpack(matrix: MatrixView<'_>, out: &mut [u8]) -> Result<(), KernelError>
     let MatrixView { format, rows, columns, data } = matrix;
     check_length("GGUF blocks (bytes)", format.row_major_bytes(rows, columns)?, out.len())?;
     with_block!(format, "unpacking", |Block| {
-        let Data::Strips(bytes) = data else { return Ok(()) };
+        let Data::Strips(bytes) = data else {
+            return Err(KernelError::Format {
+                operation: "unpacking",
+                format,
+                accepted: "Q8, Q4, Q4K, Q6K",
+            });
+        };
         let per_row = columns / Block::COLUMNS;
         for (index, block) in out.chunks_exact_mut(Block::ROW_BYTES).enumerate() {
             let (row, k) = (index / per_row, index % per_row);

@@ -4,7 +4,6 @@
 //! the caller's stack, and [`Disjoint`], through which tasks write to parts of one slice.
 #![allow(unsafe_code, reason = "a job borrowed across threads, and disjoint writes to one slice")]
 
-use std::any::Any;
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -72,9 +71,9 @@ impl Shared {
                 if index >= first_of_share(job.count, thread + 1, threads) {
                     break;
                 }
-                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| task(index))) {
+                if let Err(message) = run_task(task, index) {
                     let mut slot = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
-                    slot.get_or_insert_with(|| panic_message(payload.as_ref()));
+                    slot.get_or_insert(message);
                 }
             }
         }
@@ -137,14 +136,24 @@ fn wait(parked: &AtomicBool, ready: impl Fn() -> bool) {
     parked.store(false, Ordering::SeqCst);
 }
 
-fn panic_message(payload: &(dyn Any + Send)) -> String {
-    if let Some(text) = payload.downcast_ref::<&str>() {
-        (*text).to_owned()
-    } else if let Some(text) = payload.downcast_ref::<String>() {
-        text.clone()
-    } else {
-        "no message".to_owned()
-    }
+/// Runs one task and never unwinds, because others may hold what the caller's stack owns. The
+/// error is the message of its panic.
+///
+/// What a task panicked with is a value of anybody's, whose drop may panic in turn. It is dropped
+/// only where it is text, and never otherwise: that leaks it, once for each such panic.
+fn run_task(task: &(dyn Fn(usize) + Sync), index: usize) -> Result<(), String> {
+    let Err(payload) = catch_unwind(AssertUnwindSafe(|| task(index))) else { return Ok(()) };
+    let other = match payload.downcast::<&str>() {
+        Ok(text) => return Err((*text).to_owned()),
+        Err(other) => other,
+    };
+    Err(match other.downcast::<String>() {
+        Ok(text) => *text,
+        Err(other) => {
+            std::mem::forget(other);
+            "no message".to_owned()
+        }
+    })
 }
 
 /// Persistent worker threads that run the tasks of one job at a time.
@@ -222,8 +231,8 @@ impl Pool {
         if guard.is_none() {
             let mut first = None;
             for index in 0..count {
-                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| task(index))) {
-                    first.get_or_insert_with(|| panic_message(payload.as_ref()));
+                if let Err(message) = run_task(task, index) {
+                    first.get_or_insert(message);
                 }
             }
             return first.map_or(Ok(()), |message| Err(KernelError::TaskPanicked { message }));
@@ -231,7 +240,8 @@ impl Pool {
 
         let shared = &*self.shared;
         // SAFETY: only the lifetime changes. The pointer is dropped from use before this function
-        // returns, and nothing between here and the wait below can unwind.
+        // returns, and nothing between here and the wait below can unwind: of what is not this
+        // module's own only tasks run, within `run_task`.
         let task = unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(
                 task,
@@ -289,17 +299,19 @@ impl<'a, T> Disjoint<'a, T> {
         Self { start: slice.as_mut_ptr(), length: slice.len(), marker: PhantomData }
     }
 
-    /// The elements in `range`, or none of them if the range does not fit.
+    /// The elements in `range`. One that does not fit panics like an index that does not, so that
+    /// nothing is left unwritten in silence; the pool makes an error of it.
     ///
     /// # Safety
     ///
     /// While the result lives, no other part that overlaps it may exist.
     #[allow(clippy::mut_from_ref, reason = "the contract makes the parts exclusive")]
     pub(crate) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
-        if range.start > range.end || range.end > self.length {
-            debug_assert!(false, "part {range:?} of {} elements", self.length);
-            return &mut [];
-        }
+        assert!(
+            range.start <= range.end && range.end <= self.length,
+            "part {range:?} of {} elements",
+            self.length
+        );
         // SAFETY: the range lies in the slice that `start` came from, and the caller promises that
         // no other reference to these elements exists.
         unsafe {

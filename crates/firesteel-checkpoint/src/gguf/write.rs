@@ -376,7 +376,7 @@ impl Planned {
                 columns => weights.extend(columns.iter().cycle().take(count)),
             }
             quantize(*format, values, weights, out);
-            dequantize(*format, out, 0, read_back);
+            dequantize(*format, out, 0, read_back).map_err(|error| refuse(error.to_string()))?;
             error.add_values(values, read_back, weights);
         }
         Ok(error)

@@ -12,8 +12,8 @@ use firesteel_export::{Dialect, ExportOptions, Precision};
 use firesteel_graph::{Constant, Graph, Op, ValueId};
 use firesteel_ort::OrtError;
 use firesteel_ort::qnn::{
-    CompileRequest, ContextModel, CpuNodes, HtpModel, HtpOptions, Limits, Performance, Soc,
-    WorkerCommand, compile_contexts,
+    CompileRequest, ContextModel, CpuNodes, HtpModel, HtpOptions, Limits, Soc, WorkerCommand,
+    compile_contexts,
 };
 use firesteel_step::Logits;
 use firesteel_tensor::{DType, Tensor};
@@ -366,6 +366,25 @@ fn what_was_compiled_before_a_failure_is_not_compiled_again() {
     assert!(!String::from_utf8(talk.stderr).unwrap().contains("compiled before"));
 }
 
+/// A mode is what a host asks for when it opens a session: no part of a context, so none of what
+/// finished parts in the cache are known by.
+#[test]
+fn a_performance_mode_changes_the_manifest_and_no_byte_of_a_context() {
+    let folder = tempfile::tempdir().unwrap();
+    let artifact = folder.path().join("artifact");
+    let checkpoint = Checkpoint::open(&spark_tiny()).unwrap();
+    export_to(&checkpoint, ExportOptions { context: 34, ..slice(&checkpoint) }, &artifact);
+    let compiled = ["burst", "power_saver"].map(|mode| {
+        let out = folder.path().join(mode);
+        let manifest = parsed(&stdout(&compile(&artifact, &out, &["--perf", mode, "--json"])));
+        assert_eq!(manifest["target"]["performance"], mode);
+        assert_eq!(manifest["settings"].get("htp_performance_mode"), None);
+        let binary = manifest["steps"][0]["parts"][0]["binary"].as_str().unwrap();
+        std::fs::read(out.join(binary)).unwrap()
+    });
+    assert!(compiled[0] == compiled[1]);
+}
+
 /// A graph in which every value is quantized.
 struct Quantized {
     graph: Graph,
@@ -514,7 +533,6 @@ fn request<'a>(models: &'a [ContextModel], worker: &'a WorkerCommand) -> Compile
     CompileRequest {
         models,
         soc: Soc::find("sm8750").unwrap(),
-        performance: Performance::Default,
         account: true,
         cpu_nodes: CpuNodes::Refused,
         library: None,

@@ -1,6 +1,7 @@
 //! Keys and values of one layer of a sequence, by position.
 
 use crate::EngineError;
+use bytemuck::{cast_slice, cast_slice_mut};
 use firesteel_checkpoint::ModelConfig;
 use firesteel_kernels::{KvBlock, KvRows, Positions, Segment, quantize_kv};
 use firesteel_step::StepError;
@@ -71,16 +72,16 @@ impl KvFormat {
     fn store(self, values: &[f32], out: &mut [u8]) -> Result<bool, EngineError> {
         Ok(match self {
             Self::F32 => {
-                typed_mut::<f32>(out).copy_from_slice(values);
+                cast_slice_mut::<u8, f32>(out).copy_from_slice(values);
                 values.iter().all(|value| value.is_finite())
             }
             Self::F16 => {
-                let out = typed_mut::<f16>(out);
+                let out = cast_slice_mut::<u8, f16>(out);
                 out.convert_from_f32_slice(values);
                 out.iter().all(|value| value.is_finite())
             }
             Self::Q8 => {
-                let out = typed_mut::<KvBlock>(out);
+                let out = cast_slice_mut::<u8, KvBlock>(out);
                 quantize_kv(values, out)?;
                 // A NaN leaves no trace in the scale.
                 out.iter().all(|block| block.scale.is_finite())
@@ -89,11 +90,13 @@ impl KvFormat {
         })
     }
 
+    /// Whole rows of a [`Buffer`], which aligns them, as the elements that they hold. Other bytes
+    /// panic like an index outside of a slice, so that none ever stand for nothing.
     fn rows(self, bytes: &[u8]) -> KvRows<'_> {
         match self {
-            Self::F32 => KvRows::F32(typed(bytes)),
-            Self::F16 => KvRows::F16(typed(bytes)),
-            Self::Q8 => KvRows::Q8(typed(bytes)),
+            Self::F32 => KvRows::F32(cast_slice(bytes)),
+            Self::F16 => KvRows::F16(cast_slice(bytes)),
+            Self::Q8 => KvRows::Q8(cast_slice(bytes)),
         }
     }
 }
@@ -116,16 +119,6 @@ impl FromStr for KvFormat {
             }
         })
     }
-}
-
-/// Bytes of a [`Buffer`], which aligns them, as the elements that they hold; none of them if they
-/// are not whole elements.
-fn typed<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> &[T] {
-    bytemuck::try_cast_slice(bytes).unwrap_or_default()
-}
-
-fn typed_mut<T: bytemuck::Pod>(bytes: &mut [u8]) -> &mut [T] {
-    bytemuck::try_cast_slice_mut(bytes).unwrap_or_default()
 }
 
 /// What all layers of a sequence share.

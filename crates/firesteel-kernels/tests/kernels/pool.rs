@@ -56,6 +56,40 @@ fn a_panic_is_an_error_and_the_pool_goes_on() {
     }
 }
 
+/// What is dropped panics, as a value of anybody's may.
+struct PanicsWhenDropped;
+
+impl Drop for PanicsWhenDropped {
+    fn drop(&mut self) {
+        // A second panic in one thread at once would end the test's process.
+        if !std::thread::panicking() {
+            std::panic::panic_any("dropped what a task panicked with");
+        }
+    }
+}
+
+#[test]
+fn what_a_task_panics_with_is_not_dropped_while_others_use_the_task() {
+    for threads in [1, 2, 4] {
+        let pool = Pool::new(threads).unwrap();
+        for _ in 0..20 {
+            let ran: Vec<AtomicUsize> = (0..64).map(|_| AtomicUsize::new(0)).collect();
+            let task = |i: usize| {
+                ran[i].fetch_add(1, Ordering::Relaxed);
+                if i.is_multiple_of(3) {
+                    std::panic::panic_any(PanicsWhenDropped);
+                }
+            };
+            // The call returns, which it does only when no thread uses the task any more.
+            let error = pool.run(ran.len(), &task).unwrap_err();
+            let KernelError::TaskPanicked { message } = error else { panic!() };
+            assert_eq!(message, "no message");
+            assert!(ran.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            pool.run(10, &|_| {}).unwrap();
+        }
+    }
+}
+
 #[test]
 fn nested_and_concurrent_calls_finish() {
     let pool = Pool::new(2).unwrap();

@@ -1,6 +1,6 @@
 use super::child::{Limits, Usage, Worker, WorkerCommand};
 use super::find_qnn;
-use super::soc::{Performance, Soc};
+use super::soc::Soc;
 use super::worker::{CompileJob, Job, Libraries, Reply, read_reply};
 use crate::{OrtError, find_library};
 use fs_err as fs;
@@ -32,8 +32,6 @@ pub struct CompileRequest<'a> {
     pub models: &'a [ContextModel],
     /// The chip.
     pub soc: Soc,
-    /// What a host is to ask of the device.
-    pub performance: Performance,
     /// Whether the compiler writes its account of each graph beside the context.
     pub account: bool,
     /// What happens to nodes that the HTP does not take.
@@ -90,7 +88,6 @@ pub fn compile_contexts(
         models,
         soc: request.soc.number,
         arch: request.soc.arch,
-        performance: request.performance,
         account: request.account,
         cpu_nodes: request.cpu_nodes == CpuNodes::Kept,
     });

@@ -59,7 +59,6 @@ pub(crate) struct CompileJob {
     pub(crate) soc: u32,
     /// Its architecture.
     pub(crate) arch: u32,
-    pub(crate) performance: Performance,
     /// Whether the compiler's own account of the graph is written.
     pub(crate) account: bool,
     /// Whether nodes may stay on the CPU, to find out which would.
@@ -180,16 +179,12 @@ fn builder(
 }
 
 /// The provider's options on which a context depends, with their values for the chip `soc` of
-/// architecture `arch`.
-pub fn compile_settings(
-    soc: u32,
-    arch: u32,
-    performance: Performance,
-) -> [(&'static str, String); 4] {
+/// architecture `arch`. A performance mode is none of them: it is asked for by the session that
+/// opens the context, and a compiler that is told any mode writes the same bytes.
+pub fn compile_settings(soc: u32, arch: u32) -> [(&'static str, String); 3] {
     [
         ("soc_model", soc.to_string()),
         ("htp_arch", arch.to_string()),
-        ("htp_performance_mode", performance.option().to_owned()),
         // The border's conversions belong to the graph.
         ("offload_graph_io_quantization", "0".to_owned()),
     ]
@@ -198,7 +193,7 @@ pub fn compile_settings(
 fn compile(job: &CompileJob) -> Result<(), OrtError> {
     let library = libraries(&job.libraries)?;
     let backend = job.libraries.backend.to_string_lossy();
-    let settings = compile_settings(job.soc, job.arch, job.performance);
+    let settings = compile_settings(job.soc, job.arch);
     let account = [
         ("dump_json_qnn_graph", "1"),
         ("json_qnn_graph_dir", "."),
