@@ -5,7 +5,8 @@
 //! [`Conversation`] into the ids of a prompt, a [`Sampler`] picks the next id from logits, and a
 //! [`Generator`] runs the steps. Each works without the others; a generator without a tokenizer
 //! works on ids alone. So do [`StopStrings`], which end a text, [`PromptLookup`], which guesses
-//! how it goes on, and [`StepStats`], which writes down what the steps cost.
+//! how it goes on, and [`StepStats`], which writes down what the steps cost. An [`AnswerStream`]
+//! takes the text of an answer apart by the [`Syntax`] of the model's family.
 
 mod answer;
 mod chat;
@@ -23,10 +24,11 @@ mod row;
 mod sampler;
 mod step_stats;
 mod stop;
+mod syntax;
 mod tokenizer;
-mod tool_call;
 mod utf8;
 
+pub use answer::{Answer, AnswerEvent, AnswerFlag, AnswerOptions, AnswerStream, ToolCall};
 pub use chat::{
     ChatTemplate, Content, ContentPart, Conversation, FunctionCall, Message, MessageRole,
     MessageToolCall,
@@ -41,6 +43,6 @@ pub use step_stats::{
     MODEL_FORWARD_MS, MODEL_SAMPLE_MS, StepRecord, StepStats, StepSummary, TimeSummary,
 };
 pub use stop::{Released, StopStrings};
+pub use syntax::{CallFlag, Syntax, Tags};
 pub use tokenizer::{AddedTokens, TextStream, Tokenizer};
-pub use tool_call::{ToolCall, ToolCallError, parse_tool_calls};
 pub use utf8::Utf8Stream;
