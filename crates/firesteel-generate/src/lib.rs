@@ -4,8 +4,10 @@
 //! A [`Tokenizer`] turns text into ids and ids into bytes, a [`ChatTemplate`] turns a
 //! [`Conversation`] into the ids of a prompt, a [`Sampler`] picks the next id from logits, and a
 //! [`Request`] is a generation that is advanced: a [`Batch`] advances many, a [`Generator`] one at a
-//! time. Each works without the others; requests without a tokenizer work on ids alone. So do [`StopStrings`], which end a text, [`PromptLookup`], which guesses
-//! how it goes on, and [`StepStats`], which writes down what the steps cost.
+//! time. Each works without the others; requests without a tokenizer work on ids alone. So do
+//! [`StopStrings`], which end a text, [`PromptLookup`], which guesses how it goes on, and
+//! [`StepStats`], which writes down what the steps cost. An [`AnswerStream`] takes the text of an
+//! answer apart by the [`Syntax`] of the model's family.
 
 mod answer;
 mod batch;
@@ -25,10 +27,11 @@ mod row;
 mod sampler;
 mod step_stats;
 mod stop;
+mod syntax;
 mod tokenizer;
-mod tool_call;
 mod utf8;
 
+pub use answer::{Answer, AnswerEvent, AnswerFlag, AnswerOptions, AnswerStream, ToolCall};
 pub use batch::{Batch, Finished};
 pub use chat::{
     ChatTemplate, Content, ContentPart, Conversation, FunctionCall, Message, MessageRole,
@@ -47,6 +50,6 @@ pub use step_stats::{
     MODEL_FORWARD_MS, MODEL_SAMPLE_MS, StepRecord, StepStats, StepSummary, TimeSummary,
 };
 pub use stop::{Released, StopStrings};
+pub use syntax::{CallFlag, Syntax, Tags};
 pub use tokenizer::{AddedTokens, TextStream, Tokenizer};
-pub use tool_call::{ToolCall, ToolCallError, parse_tool_calls};
 pub use utf8::Utf8Stream;

@@ -41,13 +41,13 @@ fn dump(value: &Value, style: JsonStyle, depth: usize, out: &mut String) {
             out.push('{');
             for (i, (key, value)) in entries.into_iter().enumerate() {
                 separate(style, i, depth + 1, out);
-                string(key, out);
+                json_string(key, out);
                 out.push_str(": ");
                 dump(value, style, depth + 1, out);
             }
             close(style, depth, '}', out);
         }
-        Value::String(text) => string(text, out),
+        Value::String(text) => json_string(text, out),
         // null, booleans, integers, [] and {} are written alike.
         other => out.push_str(&other.to_string()),
     }
@@ -72,7 +72,8 @@ fn close(style: JsonStyle, depth: usize, bracket: char, out: &mut String) {
     out.push(bracket);
 }
 
-fn string(text: &str, out: &mut String) {
+/// Appends `text` as a string of JSON.
+pub(crate) fn json_string(text: &str, out: &mut String) {
     out.push('"');
     for character in text.chars() {
         match character {

@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "the helpers of these tests may panic as the tests do")]
 
 use firesteel_generate::{
-    AddedTokens, ChatTemplate, Conversation, Message, MessageRole, TextStream, Tokenizer,
-    parse_tool_calls,
+    AddedTokens, Answer, AnswerOptions, ChatTemplate, Conversation, Message, MessageRole, Syntax,
+    TextStream, Tokenizer,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -230,7 +230,12 @@ fn text_streams_from_bytes_and_hides_special_tokens() {
         let (thought, answer) = text.split_once("</think>").unwrap();
         assert!(thought.starts_with("The user "), "{thought}");
         assert!(answer.ends_with("</tool_call>"), "{answer}");
-        assert_eq!(parse_tool_calls(answer).unwrap().len(), 1);
+        let syntax = Syntax::of("spark2_5").unwrap();
+        let options = AnswerOptions { syntax, tools: &case.conversation.tools, in_thought: true };
+        let read = Answer::read(&text, &options);
+        assert_eq!((read.reasoning.as_str(), read.content.as_str()), (thought, ""));
+        assert_eq!(read.calls.len(), 1);
+        assert!(read.calls[0].flags.is_empty() && read.flags.is_empty(), "{read:?}");
     }
     // No vocabulary of 2048 has this emoji as one token: it comes with its last byte.
     let ids = tokenizer.encode("🦀", AddedTokens::AsText).unwrap();

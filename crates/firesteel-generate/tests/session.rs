@@ -4,8 +4,9 @@
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, CpuModel, KvFormat, SequenceOptions};
 use firesteel_generate::{
-    AddedTokens, ChatTemplate, Conversation, Event, GenerateOptions, Generation, Generator,
-    Message, MessageRole, PromptLookup, SamplingOptions, StepStats, Tokenizer,
+    AddedTokens, Answer, AnswerOptions, ChatTemplate, Conversation, Event, GenerateOptions,
+    Generation, Generator, Message, MessageRole, PromptLookup, SamplingOptions, StepStats, Syntax,
+    Tokenizer,
 };
 use firesteel_step::{
     CacheLayoutChoice, Decoder, Logits, RunnerError, StepDecoder, StepOptions, StepSpec, Wanted,
@@ -82,12 +83,15 @@ fn chat(
 ) -> Vec<(Vec<u32>, Generation)> {
     let template = ChatTemplate::open(Path::new(SPARK_TINY)).unwrap();
     let mut conversation = Conversation { add_generation_prompt: true, ..Default::default() };
+    let syntax = Syntax::of(MODEL.checkpoint.config().family.model_type()).unwrap();
     let mut turns = Vec::new();
     for text in TURNS {
         conversation.messages.push(Message::text(MessageRole::User, text));
         let prompt = template.encode(&conversation, &MODEL.tokenizer).unwrap();
         let generation = generator.generate(&prompt, options, &mut go).unwrap();
-        let mut answer = Message::answer(generation.text.as_ref().unwrap());
+        let options = AnswerOptions { syntax, tools: &[], in_thought: true };
+        let text = generation.text.as_ref().unwrap();
+        let mut answer = Message::from(Answer::read(text, &options));
         if !keeps_thoughts {
             answer.reasoning_content = None;
         }

@@ -7,9 +7,9 @@ use clap::Args;
 use firesteel_checkpoint::ModelConfig;
 use firesteel_engine::KvFormat;
 use firesteel_generate::{
-    AddedTokens, ChatTemplate, Content, Conversation, Event, GenerateError, GenerateOptions,
-    Generation, Generator, Message, MessageRole, PromptLookup, SamplingOptions, StepStats,
-    StopReason, Tokenizer,
+    AddedTokens, Answer, AnswerOptions, ChatTemplate, Content, Conversation, Event, GenerateError,
+    GenerateOptions, Generation, Generator, Message, MessageRole, PromptLookup, SamplingOptions,
+    StepStats, StopReason, Syntax, Tokenizer,
 };
 use firesteel_step::{Logits, StepOptions, StepSpec};
 use firesteel_tensor::DType;
@@ -302,7 +302,11 @@ impl Generate {
             let generation = self.answer(session, &ids, printer)?;
             if let Some(chat) = &mut session.chat {
                 let text = generation.text.unwrap_or_default();
-                chat.conversation.messages.push(Message::answer(&text));
+                let tools = &chat.conversation.tools;
+                let in_thought = chat.syntax.prompt_opens_thought(&session.tokenizer.decode(&ids));
+                let options = AnswerOptions { syntax: chat.syntax, tools, in_thought };
+                let answer = Answer::read(&text, &options);
+                chat.conversation.messages.push(answer.into());
             }
         }
         match unanswered {
@@ -374,7 +378,10 @@ impl Generate {
         if self.no_thinking {
             conversation.enable_thinking = Some(false);
         }
-        Ok(Some(Chat { template: source.chat_template()?, conversation }))
+        let family = source.config()?.family;
+        let syntax = Syntax::of(family.model_type())
+            .with_context(|| format!("the answers of {family} models cannot be read"))?;
+        Ok(Some(Chat { template: source.chat_template()?, conversation, syntax }))
     }
 
     fn prompt_text(&self) -> anyhow::Result<String> {
@@ -425,6 +432,7 @@ impl Generate {
 struct Chat {
     template: ChatTemplate,
     conversation: Conversation,
+    syntax: Syntax,
 }
 
 /// Characters of a turn that is dropped by which the user knows it again.

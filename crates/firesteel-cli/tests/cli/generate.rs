@@ -3,7 +3,7 @@ use crate::support::{
 };
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
-use firesteel_generate::{ToolCall, parse_tool_calls};
+use firesteel_generate::{Answer, AnswerOptions, Syntax, ToolCall};
 use firesteel_step::{KvState, Logits, Role, Runner, StepOptions, StepSpec};
 use firesteel_tensor::DType;
 use serde_json::{Value, json};
@@ -46,18 +46,30 @@ fn ids(report: &Value) -> Vec<u64> {
     report["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
 }
 
-fn call(name: &str, arguments: &[(&str, &str)]) -> ToolCall {
-    let arguments = arguments.iter().map(|&(key, value)| (key.into(), value.into())).collect();
-    ToolCall { name: name.into(), arguments }
+/// The answer of a report of spark-tiny, which was asked to think.
+pub fn answer(report: &Value, tools: &Value) -> Answer {
+    read_answer(report["text"].as_str().unwrap(), tools)
+}
+
+fn read_answer(text: &str, tools: &Value) -> Answer {
+    let family = Checkpoint::open(&spark_tiny()).unwrap().config().family;
+    let syntax = Syntax::of(family.model_type()).unwrap();
+    let tools = tools.as_array().unwrap();
+    Answer::read(text, &AnswerOptions { syntax, tools, in_thought: true })
 }
 
 /// The calls that the trained model makes in the golden conversations.
 fn golden_calls() -> [ToolCall; 3] {
     [
-        call("add_item", &[("item", "kobi"), ("count", "3")]),
-        call("send_message", &[("to", "Grace"), ("text", "I am late")]),
-        call("set_alarm", &[("hour", "16"), ("minute", "45")]),
+        ("add_item", r#"{"item": "kobi", "count": 3}"#),
+        ("send_message", r#"{"to": "Grace", "text": "I am late"}"#),
+        ("set_alarm", r#"{"hour": 16, "minute": 45}"#),
     ]
+    .map(|(name, arguments)| ToolCall {
+        name: name.into(),
+        arguments: arguments.into(),
+        flags: Vec::new(),
+    })
 }
 
 #[test]
@@ -79,7 +91,8 @@ fn a_chat_with_tools_is_answered_by_a_call() {
             "0",
         ];
         let text = stdout(&arguments);
-        assert_eq!(parse_tool_calls(&text).unwrap(), [expected], "{number}: {text}");
+        let read = read_answer(&text, &conversation["tools"]);
+        assert_eq!(read.calls, [expected], "{number}: {text}");
         // A prompt from a file is the same prompt.
         let file = folder.path().join("prompt");
         std::fs::write(&file, prompt).unwrap();
@@ -126,8 +139,8 @@ fn every_runner_has_the_golden_answers() {
             let prompt = case["prompt_ids"].as_array().unwrap().len();
             assert_eq!(stats["prompt_tokens"], prompt, "{about}");
             assert_eq!(stats["generated_tokens"], ids(&report).len(), "{about}");
-            let calls = parse_tool_calls(report["text"].as_str().unwrap()).unwrap();
-            assert_eq!(calls, [golden_calls()[number].clone()], "{about}");
+            let read = answer(&report, &case["conversation"]["tools"]);
+            assert_eq!(read.calls, [golden_calls()[number].clone()], "{about}");
         }
     }
 }

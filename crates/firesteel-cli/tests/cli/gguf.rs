@@ -382,7 +382,7 @@ fn a_gguf_file_alone_answers_with_the_golden_tool_call() {
         "--json",
     ]);
     let output: Value = serde_json::from_str(&output).unwrap();
-    let calls = firesteel_generate::parse_tool_calls(output["text"].as_str().unwrap()).unwrap();
-    assert_eq!(calls.len(), 1, "{output}");
+    let read = crate::generate::answer(&output, &chat["conversation"]["tools"]);
+    assert_eq!(read.calls.len(), 1, "{output}");
     assert_eq!(output["ids"], chat["greedy_ids"]);
 }
