@@ -327,7 +327,7 @@ impl<'a> Plan<'a> {
     fn decomposed(&self, node: &Node) -> Option<&'static str> {
         match node.op {
             Op::Erf => Some(GELU),
-            Op::Tanh if self.weighs(node) => Some(GELU),
+            Op::Tanh if self.weighs(node) && !self.reads_multiple(node) => Some(GELU),
             Op::ReduceMean { .. } | Op::ReduceMax { .. } | Op::Sqrt => Some(NORM),
             _ => None,
         }
@@ -360,6 +360,24 @@ impl<'a> Plan<'a> {
             }
         }
         false
+    }
+
+    /// Whether a node reads a value times a constant, as the tanh in x/2 · (1 + tanh(x/2)) does: that
+    /// is SiLU, which is no operator of the processor. The tanh in GELU reads a cubic polynomial.
+    fn reads_multiple(&self, node: &Node) -> bool {
+        let made_by = |id: &ValueId| self.producer.get(id).map(|producer| &producer.op);
+        let polynomial = |op: &Op| matches!(op, Op::Add | Op::Mul | Op::Sub | Op::Div);
+        let scaling = |product: &&Node| {
+            let mut varying =
+                product.inputs.iter().filter(|id| self.graph.constant(**id).is_none());
+            product.op == Op::Mul
+                && matches!((varying.next(), varying.next()), (Some(x), None)
+                    if !made_by(x).is_some_and(polynomial))
+        };
+        node.inputs
+            .iter()
+            .filter_map(|id| self.producer.get(id).copied())
+            .any(|made| scaling(&made))
     }
 
     /// The node that dequantizes a value, if one does.
@@ -649,6 +667,54 @@ mod tests {
         change(&mut json["graph"]);
         let dump = Dump::parse(json.to_string().as_bytes()).unwrap();
         audit(&graph(), &dump, None, Placement::Htp)
+    }
+
+    /// The nodes of an activation that are found to be pieces of a GELU.
+    fn pieces(activation: impl Fn(&mut Graph, ValueId) -> ValueId) -> Vec<String> {
+        let mut graph = Graph::new("g");
+        let x = graph.input("x", DType::F16, vec![1, 4]).unwrap();
+        let y = activation(&mut graph, x);
+        graph.output(y).unwrap();
+        let plan = Plan::new(&graph);
+        let found = graph.nodes().iter().filter(|node| plan.decomposed(node) == Some(GELU));
+        found.map(|node| node.name.clone()).collect()
+    }
+
+    #[test]
+    fn a_silu_in_pieces_is_none_of_a_gelu() {
+        let constant = |graph: &mut Graph, name: &str| {
+            let tensor = Tensor::from_f32_as(DType::F16, vec![], vec![0.5]).unwrap();
+            graph.add_constant(name, DType::F16, vec![], Constant::Tensor(tensor)).unwrap()
+        };
+        let weighed = |graph: &mut Graph, x: ValueId, argument: ValueId| {
+            let one = constant(graph, "one");
+            let tanh = graph.add(Op::Tanh, &[argument], "tanh").unwrap();
+            let weight = graph.add(Op::Add, &[tanh, one], "weight").unwrap();
+            graph.add(Op::Mul, &[x, weight], "y").unwrap()
+        };
+        let silu = pieces(|graph, x| {
+            let half = constant(graph, "half");
+            let halved = graph.add(Op::Mul, &[x, half], "halved").unwrap();
+            weighed(graph, halved, halved)
+        });
+        assert_eq!(silu, [""; 0]);
+        let factored = pieces(|graph, x| {
+            let factor = constant(graph, "factor");
+            let square = graph.add(Op::Mul, &[x, x], "square").unwrap();
+            let sum = graph.add(Op::Add, &[square, factor], "sum").unwrap();
+            let argument = graph.add(Op::Mul, &[sum, x], "argument").unwrap();
+            weighed(graph, x, argument)
+        });
+        assert_eq!(factored, ["tanh/Tanh"]);
+        let scaled_last = pieces(|graph, x| {
+            let factor = constant(graph, "factor");
+            let square = graph.add(Op::Mul, &[x, x], "square").unwrap();
+            let cube = graph.add(Op::Mul, &[square, x], "cube").unwrap();
+            let sum = graph.add(Op::Add, &[cube, x], "sum").unwrap();
+            let argument = graph.add(Op::Mul, &[sum, factor], "argument").unwrap();
+            weighed(graph, x, argument)
+        });
+        assert_eq!(scaled_last, ["tanh/Tanh"]);
     }
 
     #[test]

@@ -47,7 +47,7 @@ fn ids(report: &Value) -> Vec<u64> {
 }
 
 /// The answer of a report of spark-tiny, which was asked to think.
-pub fn answer(report: &Value, tools: &Value) -> Answer {
+pub(crate) fn answer(report: &Value, tools: &Value) -> Answer {
     read_answer(report["text"].as_str().unwrap(), tools)
 }
 
