@@ -34,8 +34,8 @@ pub use climb::{Goal, Rung, climb};
 pub use config::{LayerKind, ModelConfig, Rope, Yarn};
 pub use error::CheckpointError;
 pub use family::{
-    Activation, AttentionBlock, Block, Family, FedBy, Feeds, Half, MlpBlock, Size, Slot, SlotKind,
-    SlotSpec, preset, presets,
+    Activation, AttentionBlock, Block, Family, FedBy, Feeds, Half, MlpBlock, PreTokenizer, Size,
+    Slot, SlotKind, SlotSpec, preset, presets,
 };
 pub use gguf::{
     Effects, Formats, Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer,

@@ -295,7 +295,7 @@ fn tokenizers_come_from_the_folder() {
     }
 
     let mut failures = Failures::default();
-    let split = "the splits, digits and bytes of Spark-X2.5, which is what";
+    let split = "the splits, digits and bytes of a pre-tokenizer with a name, which is what";
     for (path, value, part) in [
         ("/model/vocab/ab", json!(320), "token \"ab\" has id 320; accepted: below vocab_size"),
         ("/model/type", json!("Unigram"), "model.type is \"Unigram\"; accepted: \"BPE\""),

@@ -153,7 +153,7 @@ impl AnswerStream {
         match &mut self.pending {
             Pending::Call => match self.reader.read(&self.text, ended) {
                 Progress::More => return false,
-                Progress::Call { call, end } => self.end_call(call, end),
+                Progress::Call { call, end } => self.end_call(*call, end),
                 Progress::Malformed => self.give_up(AnswerFlag::Malformed),
                 Progress::Truncated => self.give_up(AnswerFlag::Truncated),
             },

@@ -2,12 +2,13 @@
 
 use crate::GenerateError;
 use crate::tokenizer::byte_alphabet;
-use firesteel_checkpoint::GgufTokenizer;
+use firesteel_checkpoint::{GgufTokenizer, PreTokenizer};
 use std::collections::HashSet;
 use std::collections::hash_map::Entry;
 use std::path::Path;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BpeBuilder, Merges, Vocab};
+use tokenizers::normalizers::unicode::NFC;
 use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
@@ -51,7 +52,10 @@ impl<'a> GgufSource<'a> {
         let failed = |error: tokenizers::Error| self.failed(error.to_string());
         let model = BpeBuilder::new().vocab_and_merges(vocab, merges).build().map_err(failed)?;
         let mut built = Tokenizer::new(model);
-        built.with_pre_tokenizer(Some(pre_tokenizer)).with_decoder(Some(ByteLevel::default()));
+        built.with_normalizer(pre_tokenizer.nfc.then_some(NFC));
+        built
+            .with_pre_tokenizer(Some(self.steps(pre_tokenizer)?))
+            .with_decoder(Some(ByteLevel::default()));
         if self.tokenizer.add_bos {
             built.with_post_processor(Some(self.begin()?));
         }
@@ -80,26 +84,25 @@ impl<'a> GgufSource<'a> {
         }
     }
 
-    fn pre_tokenizer(&self) -> Result<Sequence, GenerateError> {
-        let value = match self.tokenizer.pre.as_deref() {
-            Some("spark2_5") => return self.spark_pre_tokenizer(),
-            Some(other) => shown(other),
-            None => "missing".into(),
-        };
-        let accepted = "the only one known is \"spark2_5\"; use a folder with the tokenizer.json \
-                        of the model";
-        Err(self.error(PRE, value, accepted))
+    fn pre_tokenizer(&self) -> Result<&'static PreTokenizer, GenerateError> {
+        let name = self.tokenizer.pre.as_deref();
+        name.and_then(PreTokenizer::of).ok_or_else(|| {
+            let value = name.map_or_else(|| "missing".into(), shown);
+            self.error(PRE, value, PreTokenizer::KNOWN)
+        })
     }
 
-    fn spark_pre_tokenizer(&self) -> Result<Sequence, GenerateError> {
+    fn steps(&self, pre_tokenizer: &PreTokenizer) -> Result<Sequence, GenerateError> {
         let mut steps = Vec::new();
-        for regex in GgufTokenizer::SPARK_SPLITS {
-            let pattern = SplitPattern::Regex(regex.into());
+        for regex in pre_tokenizer.splits {
+            let pattern = SplitPattern::Regex((*regex).into());
             let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
                 .map_err(|error| self.failed(error.to_string()))?;
             steps.push(split.into());
         }
-        steps.push(Digits::new(true).into());
+        if pre_tokenizer.single_digits {
+            steps.push(Digits::new(true).into());
+        }
         steps.push(ByteLevel::new(false, true, false).into());
         Ok(Sequence::new(steps))
     }

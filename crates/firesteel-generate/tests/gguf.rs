@@ -275,12 +275,12 @@ fn metadata_that_cannot_be_used_is_refused() {
         ),
         (
             |m| m.pre = Some("llama-bpe".into()),
-            "pre is \"llama-bpe\", but the only one known is \"spark2_5\"; use a folder with the \
+            "pre is \"llama-bpe\", but only \"spark2_5\" and \"qwen2\" are known; use a folder with the \
              tokenizer.json of the model",
         ),
         (
             |m| m.pre = None,
-            "pre is missing, but the only one known is \"spark2_5\"; use a folder with the \
+            "pre is missing, but only \"spark2_5\" and \"qwen2\" are known; use a folder with the \
              tokenizer.json of the model",
         ),
         (

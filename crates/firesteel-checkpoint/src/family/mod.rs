@@ -4,8 +4,11 @@
 //! Everything that goes over the weights of a model goes over [`SlotSpec`]s, and only the forwards
 //! look at the [`Block`]. No other source file of the checkpoint names a family.
 
+mod pre_tokenizers;
 mod qwen3;
 mod spark;
+
+pub use pre_tokenizers::PreTokenizer;
 
 use crate::{LayerKind, ModelConfig};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};

@@ -3,7 +3,7 @@
 use super::config::{BOS, EOS, PADDING, Reader};
 use super::{Gguf, GgufValue};
 use crate::json::{parse_object, read_bounded, shorten};
-use crate::{Checkpoint, CheckpointError};
+use crate::{Checkpoint, CheckpointError, PreTokenizer};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -21,8 +21,6 @@ pub(crate) const NO_TOKENIZER: [&str; 2] = ["none", "no_vocab"];
 /// Most merges for each token. A byte-level vocabulary needs one; some converters write every way
 /// to make a token.
 const MERGES_PER_TOKEN: usize = 16;
-/// The pre-tokenizer of the architecture, as GGUF files name it.
-const SPARK_PRE: &str = "spark2_5";
 /// Longest file of a folder's tokenizer, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
@@ -32,7 +30,7 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 pub struct GgufTokenizer {
     /// Kind of tokenizer; `gpt2` is byte-level BPE.
     pub model: String,
-    /// Name of the pre-tokenizer, such as `spark2_5`.
+    /// Name of the pre-tokenizer, see [`PreTokenizer`](crate::PreTokenizer).
     pub pre: Option<String>,
     /// Text of each token by id; bytes are spelled as characters, as in tokenizer.json.
     pub tokens: Vec<String>,
@@ -61,19 +59,6 @@ impl GgufTokenizer {
     pub const USER_DEFINED: i32 = 4;
     /// Type of an id without a token.
     pub const UNUSED: i32 = 5;
-    /// The patterns that the pre-tokenizer `spark2_5` splits at, one after the other, as in the
-    /// tokenizer.json of the model. Single digits and bytes follow.
-    pub const SPARK_SPLITS: [&str; 3] = [
-        r"\p{N}{1,3}",
-        "[一-龥぀-ゟ゠-ヿ]+",
-        concat!(
-            r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"##,
-            "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|",
-            r" ?[\p{P}\p{S}]+|",
-            "[\r\n]|",
-            r"\s+(?!\S)|\s+",
-        ),
-    ];
 
     /// The tokenizer of a file; `None` when it has none.
     ///
@@ -161,12 +146,13 @@ impl Described {
         let (tokens, token_types) = json
             .tokens(config.vocab_size)
             .map_err(|reason| CheckpointError::Json { file: path.clone(), reason })?;
+        let pre = json.pre_tokenizer(&path)?;
         let add_bos = json.described(&path, config.bos_token_id)?;
         let mut warnings = json.unplaced();
         let merges = json.model.merges.into_iter().map(Merge::into_text).collect();
         let tokenizer = GgufTokenizer {
             model: "gpt2".into(),
-            pre: Some(SPARK_PRE.into()),
+            pre: Some(pre.name.into()),
             tokens,
             token_types,
             merges,
@@ -264,32 +250,26 @@ impl TokenizerJson {
         Ok(filled.unzip())
     }
 
-    /// Refuses a tokenizer that makes other tokens of a text than a file with [`SPARK_PRE`] does.
-    /// Returns whether a sequence begins with `bos`.
+    /// The pre-tokenizer by the name that a GGUF file says.
+    fn pre_tokenizer(&self, path: &Path) -> Result<&'static PreTokenizer, CheckpointError> {
+        let known = PreTokenizer::of_json(&self.pre_tokenizer).ok_or_else(|| {
+            let accepted = "the splits, digits and bytes of a pre-tokenizer with a name";
+            refusal(path, "pre_tokenizer", &self.pre_tokenizer, accepted)
+        })?;
+        if !known.goes_with(&self.normalizer) {
+            let accepted = if known.nfc { "NFC" } else { "none" };
+            return Err(refusal(path, "normalizer", &self.normalizer, accepted));
+        }
+        Ok(known)
+    }
+
+    /// Refuses a tokenizer that makes other tokens of a text than a GGUF file with its
+    /// pre-tokenizer does. Returns whether a sequence begins with `bos`.
     fn described(&self, path: &Path, bos: Option<u32>) -> Result<bool, CheckpointError> {
-        let refuse = |key: &str, value: &Value, accepted: &str| CheckpointError::Config {
-            file: path.into(),
-            key: key.into(),
-            value: if value.is_null() {
-                "missing".into()
-            } else {
-                shorten(&value.to_string()).into()
-            },
-            accepted: format!(
-                "{accepted}, which is what a GGUF file of this architecture stands for; move \
-                 tokenizer.json away to write one without a tokenizer"
-            ),
-        };
+        let refuse = |key: &str, value: &Value, accepted: &str| refusal(path, key, value, accepted);
         let empty = |value: &Value| {
             value.as_array().is_some_and(Vec::is_empty) || value.as_str().is_some_and(str::is_empty)
         };
-        if !self.normalizer.is_null() && !self.normalizer.get("normalizers").is_some_and(empty) {
-            return Err(refuse("normalizer", &self.normalizer, "none"));
-        }
-        if without_offsets(&self.pre_tokenizer) != spark_pre_tokenizer() {
-            let accepted = "the splits, digits and bytes of Spark-X2.5";
-            return Err(refuse("pre_tokenizer", &self.pre_tokenizer, accepted));
-        }
         let BpeModel { dropout, continuing_subword_prefix, end_of_word_suffix, .. } = &self.model;
         for (key, value) in [
             ("model.dropout", dropout),
@@ -328,29 +308,16 @@ impl TokenizerJson {
     }
 }
 
-/// What tokenizer.json says where a GGUF file says [`SPARK_PRE`], without the key that only changes
-/// where tokens are said to be in the text.
-fn spark_pre_tokenizer() -> Value {
-    let [numbers, ideographs, words] = GgufTokenizer::SPARK_SPLITS.map(|regex| {
-        json!({
-            "type": "Split",
-            "pattern": {"Regex": regex},
-            "behavior": "Isolated",
-            "invert": false,
-        })
-    });
-    let digits = json!({"type": "Digits", "individual_digits": true});
-    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false});
-    json!({"type": "Sequence", "pretokenizers": [numbers, ideographs, words, digits, bytes]})
-}
-
-fn without_offsets(pre_tokenizer: &Value) -> Value {
-    let mut value = pre_tokenizer.clone();
-    let steps = value.get_mut("pretokenizers").and_then(Value::as_array_mut);
-    for step in steps.into_iter().flatten().filter_map(Value::as_object_mut) {
-        step.remove("trim_offsets");
+fn refusal(path: &Path, key: &str, value: &Value, accepted: &str) -> CheckpointError {
+    CheckpointError::Config {
+        file: path.into(),
+        key: key.into(),
+        value: if value.is_null() { "missing".into() } else { shorten(&value.to_string()).into() },
+        accepted: format!(
+            "{accepted}, which is what a GGUF file of this architecture stands for; move \
+             tokenizer.json away to write one without a tokenizer"
+        ),
     }
-    value
 }
 
 /// Whether a post-processor puts `bos` before a text; `None` where it puts anything else around it.

@@ -100,7 +100,7 @@ pub(crate) enum Progress {
     /// The answer ends within it.
     Truncated,
     /// The call, and where the text goes on behind its closing tag.
-    Call { call: RawCall, end: usize },
+    Call { call: Box<RawCall>, end: usize },
 }
 
 /// A call as it is written, before the types of its tool are known.

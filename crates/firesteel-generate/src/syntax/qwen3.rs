@@ -26,7 +26,7 @@ impl Reader {
         let Some(mut call) = json_call(&json) else { return Progress::Malformed };
         let repaired = repaired.then_some(CallFlag::Recovered);
         repaired.into_iter().chain(flag).for_each(|flag| call.flag(flag));
-        Progress::Call { call, end }
+        Progress::Call { call: Box::new(call), end }
     }
 }
 

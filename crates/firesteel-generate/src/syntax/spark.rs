@@ -230,7 +230,7 @@ impl Reader {
     }
 
     fn finish(&mut self, end: usize) -> Progress {
-        Progress::Call { call: std::mem::take(&mut self.call), end }
+        Progress::Call { call: Box::new(std::mem::take(&mut self.call)), end }
     }
 }
 
