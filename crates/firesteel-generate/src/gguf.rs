@@ -52,7 +52,7 @@ impl<'a> GgufSource<'a> {
         let failed = |error: tokenizers::Error| self.failed(error.to_string());
         let model = BpeBuilder::new().vocab_and_merges(vocab, merges).build().map_err(failed)?;
         let mut built = Tokenizer::new(model);
-        built.with_normalizer(pre_tokenizer.nfc.then_some(NFC));
+        built.with_normalizer(pre_tokenizer.nfc.then_some(NFC)).map_err(failed)?;
         built
             .with_pre_tokenizer(Some(self.steps(pre_tokenizer)?))
             .with_decoder(Some(ByteLevel::default()));
