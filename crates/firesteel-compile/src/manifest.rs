@@ -171,7 +171,7 @@ pub enum PartRole {
     /// hidden state, and its own cache entries out.
     Layers {
         /// The contract of the slice.
-        step: StepSpec,
+        step: Box<StepSpec>,
     },
     /// A part of the vocabulary projection: the hidden state in, logits of these rows out.
     Head {
@@ -354,7 +354,7 @@ impl StepEntry {
     /// The slices of layers, in order.
     pub(crate) fn slices(&self) -> impl Iterator<Item = (&PartEntry, &StepSpec)> {
         self.parts.iter().filter_map(|part| match &part.role {
-            PartRole::Layers { step } => Some((part, step)),
+            PartRole::Layers { step } => Some((part, &**step)),
             PartRole::Head { .. } => None,
         })
     }

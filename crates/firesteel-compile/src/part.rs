@@ -123,7 +123,7 @@ fn slices(
     if count == 1 {
         return Ok(vec![Part {
             name: step.to_owned(),
-            role: PartRole::Layers { step: spec.clone() },
+            role: PartRole::Layers { step: Box::new(spec.clone()) },
             ports: manifest.ports().to_vec(),
             graph,
             model: Some(artifact.graph_path(entry)),
@@ -195,7 +195,7 @@ impl<'a> Cutter<'a> {
             let identity = format!("{} layers {range:?}", entry.sha256);
             let slice = self.spec(range.clone())?;
             let (cut, ports) = self.layers(&name, &slice, range)?;
-            let role = PartRole::Layers { step: slice };
+            let role = PartRole::Layers { step: Box::new(slice) };
             parts.push(Part { name, role, ports, graph: cut, model: None, identity });
         }
         if self.spec.logits != Logits::Hidden {

@@ -40,7 +40,7 @@ pub enum ExportError {
     Graph(#[from] GraphError),
     /// The model lacks a weight.
     #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
+    Checkpoint(Box<CheckpointError>),
     /// The graph holds something its reader rejects.
     #[error("the graph breaks {count} rules of the {dialect} dialect, first {first}")]
     Lint {
@@ -51,4 +51,10 @@ pub enum ExportError {
         /// The first finding.
         first: Finding,
     },
+}
+
+impl From<CheckpointError> for ExportError {
+    fn from(error: CheckpointError) -> Self {
+        Self::Checkpoint(Box::new(error))
+    }
 }

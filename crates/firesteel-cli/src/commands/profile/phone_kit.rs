@@ -241,7 +241,7 @@ fn parts(source: &Source, path: &Path) -> anyhow::Result<(PathBuf, StepSpec, Vec
             for part in &entry.parts {
                 let work = match &part.role {
                     PartRole::Layers { step } => Work::Layers {
-                        spec: Box::new(step.clone()),
+                        spec: step.clone(),
                         first: step.first_layer.saturating_sub(whole),
                     },
                     PartRole::Head { rows } => {
