@@ -9,9 +9,12 @@ use std::sync::Arc;
 /// A regular file mapped read-only into memory. Pages are read when they are touched and belong
 /// to the page cache, so a mapped file costs no anonymous memory.
 ///
-/// The file must not be changed or shortened by anyone while it is mapped: a changed file gives
-/// changed values, and reading past a new end stops the process with SIGBUS, about which
-/// [`watch_lost_pages`] has something said.
+/// The file must not be changed or shortened by anyone while it is mapped. No caller can hold
+/// others to that, and no system offers a map that nobody can change, so [`MappedFile::open`] is
+/// safe by decision and not by proof. Bytes that change under a shared slice are undefined
+/// behaviour by the letter of the language. What is meant to follow is changed values: the bytes
+/// are only read, and as numbers for which every bit pattern is valid. Reading past a new end stops the process with SIGBUS, about which [`watch_lost_pages`] has
+/// something said.
 #[derive(Debug, Clone)]
 pub struct MappedFile {
     bytes: SharedBytes,
@@ -76,7 +79,7 @@ impl MappedFile {
 fn map(file: &std::fs::File) -> io::Result<Arc<memmap2::Mmap>> {
     // SAFETY: the map is private to this process, read-only and only seen as bytes, for which
     // every bit pattern is valid. What remains is that another process changes the file; the
-    // contract of `MappedFile` excludes it, as every program that maps weights must.
+    // contract of `MappedFile` excludes it and says what is left of that when nobody keeps it.
     unsafe { memmap2::Mmap::map(file) }.map(Arc::new)
 }
 
