@@ -364,7 +364,10 @@ impl Rewriter<'_> {
             }
             let input = self.graph.input(&value.name, DType::F32, value.shape.clone())?;
             let encoding = match role {
-                Some(Role::Cos(_) | Role::Sin(_)) => asymmetric(self.activations, [-1.0, 1.0]),
+                Some(Role::Cos(kind) | Role::Sin(kind)) => {
+                    let magnitude = self.spec.rope(kind).map_or(1.0, |rope| rope.magnitude());
+                    asymmetric(self.activations, [-magnitude, magnitude])
+                }
                 Some(Role::Mask(_)) => asymmetric(self.activations, [self.mask_floor(*id)?, 0.0]),
                 _ => asymmetric(DType::U16, self.range(*id, DType::U16)?),
             };
@@ -772,5 +775,89 @@ impl Rewriter<'_> {
         let q = self.quantize(raw, encoding, &format!("{name}.q"))?;
         self.states.insert(node.outputs[0], State::Integers(q, encoding));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::round_nearest;
+    use crate::{Scheme, SchemeOptions, plan};
+    use firesteel_checkpoint::{Checkpoint, RandomWeights, Rope, Yarn, preset};
+    use firesteel_export::{ExportOptions, Gelu, Precision, build};
+    use firesteel_step::{CacheLayoutChoice, Logits, rope_tables};
+
+    /// The encoding of a quantized input.
+    fn encoding_of(graph: &Graph, input: &str) -> Encoding {
+        let id = graph.find(input).unwrap();
+        let reads = |node: &&Node| node.inputs[0] == id;
+        let node = graph.nodes().iter().find(reads).unwrap();
+        assert_eq!(node.op, Op::QuantizeLinear { axis: None });
+        let zero = constant(graph, node.inputs[2]).unwrap();
+        Encoding {
+            dtype: zero.dtype(),
+            scale: constant_f32(graph, node.inputs[1]).unwrap()[0],
+            zero_point: zero.view().to_i32().unwrap()[0],
+        }
+    }
+
+    #[test]
+    fn rotary_tables_that_are_stretched_are_not_clipped() {
+        // ln 4 / 10 + 1, as YaRN has it for a context that is four times as long.
+        let attention_factor = 1.138_629_436_111_989;
+        let yarn = Yarn {
+            factor: 4.0,
+            original_positions: 32_768,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor,
+        };
+        for (yarn, magnitude) in [(None, 1.0), (Some(yarn), attention_factor)] {
+            let mut config = preset("qwen3-0.6b").unwrap().with_layers(1).unwrap();
+            (config.hidden_size, config.intermediate_size, config.head_dim) = (64, 96, 32);
+            (config.num_attention_heads, config.num_key_value_heads) = (4, 2);
+            config.vocab_size = 64;
+            let rope = Rope { yarn, ..Rope::plain(1e6, 32) };
+            config.rope_full = Some(rope);
+            let checkpoint = Checkpoint::random(config, RandomWeights::default());
+            let options = ExportOptions {
+                tokens: 1,
+                context: 16,
+                layers: 0..1,
+                cache_layout: CacheLayoutChoice::Auto,
+                logits: Logits::Hidden,
+                gelu: Gelu::Exact,
+                precision: Precision::Fp32,
+                dialect: Dialect::Qnn,
+                head_shards: 1,
+            };
+            let step = build(&checkpoint, &options).unwrap();
+            for (scheme, steps) in [(Scheme::W8A16, 65_535.0), (Scheme::W8A8, 255.0)] {
+                let choice = SchemeOptions { scheme, kv: None, width: &|_| None };
+                let matrices = plan(&step, &choice);
+                let formats = (scheme.activations(), scheme.kv());
+                let rounding: Rounding<'_> = &|matrix, values, bits| {
+                    round_nearest(values, matrix.rows, matrix.columns, bits)
+                };
+                let quantized =
+                    quantize(&step, &matrices, RangeSource::Uncalibrated, formats, rounding)
+                        .unwrap();
+                let (cos, sin) = rope_tables(rope, 0, 64);
+                for (input, table) in [("cos_full", cos), ("sin_full", sin)] {
+                    let encoding = encoding_of(&quantized.graphs.graph, input);
+                    let scale = 2.0 * magnitude / steps;
+                    assert!((f64::from(encoding.scale) / scale - 1.0).abs() < 1e-6, "{encoding:?}");
+                    // Every number of a table is within half a step of what its integer holds.
+                    let [low, high] = range_of(encoding);
+                    for value in table.into_iter().map(f64::from) {
+                        let clipped = value.clamp(low, high);
+                        assert!(
+                            (value - clipped).abs() <= scale / 2.0 + 1e-6,
+                            "{value} {encoding:?}"
+                        );
+                    }
+                }
+            }
+        }
     }
 }

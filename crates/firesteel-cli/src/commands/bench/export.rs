@@ -5,7 +5,7 @@ use crate::printer::{Printer, mebibytes};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::{ExportRequest, export};
-use firesteel_checkpoint::{Checkpoint, RandomWeights, SyntheticOptions, write_synthetic};
+use firesteel_checkpoint::{Checkpoint, RandomWeights, SyntheticOptions, presets, write_synthetic};
 use firesteel_export::{Dialect, ExportOptions, Gelu, Precision};
 use firesteel_step::{CacheLayoutChoice, Logits};
 use fs_err as fs;
@@ -27,7 +27,7 @@ pub(super) struct BenchExport {
     /// Checkpoint to export [default: one that is made, see --preset]
     checkpoint: Option<PathBuf>,
     /// Shape of the checkpoint that is made
-    #[arg(long, default_value = "spark-x2.5-1.7b")]
+    #[arg(long, default_value = presets().into_iter().next())]
     preset: String,
     /// Element type of the checkpoint that is made
     #[arg(long, value_enum, default_value_t = WeightType::Bf16)]
