@@ -516,7 +516,7 @@ impl Taker<'_> {
                 tensor: name,
                 actual: shape,
                 expected: expected.shape.clone(),
-                meaning: expected.meaning.clone(),
+                meaning: expected.meaning.as_str().into(),
             });
         }
         match format {

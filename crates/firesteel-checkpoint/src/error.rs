@@ -100,7 +100,7 @@ pub enum CheckpointError {
         /// The shape needed.
         expected: Vec<usize>,
         /// The needed shape in keys of config.json.
-        meaning: String,
+        meaning: Box<str>,
     },
     /// A tensor that the model needs has an element type that cannot be read.
     #[error("{file}: {tensor} has dtype {dtype}; accepted: F32, F16, BF16{hint}")]

@@ -834,7 +834,7 @@ mod tests {
             let step = build(&checkpoint, &options).unwrap();
             for (scheme, steps) in [(Scheme::W8A16, 65_535.0), (Scheme::W8A8, 255.0)] {
                 let choice = SchemeOptions { scheme, kv: None, width: &|_| None };
-                let matrices = plan(&step, &choice);
+                let matrices = plan(&step, &choice).unwrap();
                 let formats = (scheme.activations(), scheme.kv());
                 let rounding: Rounding<'_> = &|matrix, values, bits| {
                     round_nearest(values, matrix.rows, matrix.columns, bits)
