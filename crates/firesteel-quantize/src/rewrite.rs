@@ -714,8 +714,9 @@ impl Rewriter<'_> {
         };
         let mut inputs = Vec::with_capacity(node.inputs.len());
         for id in &node.inputs {
-            // Entries are read as they are cached; other parts keep their encoding.
-            let wanted = if cached { Some(encoding) } else { None };
+            // Entries are read as they are cached; other parts keep their encoding, unless it is of
+            // another type: norms are wider than what is made of them.
+            let wanted = if cached { Some(encoding) } else { self.in_type(*id, encoding.dtype)? };
             inputs.push(self.read(*id, wanted)?);
         }
         self.finish(node, &inputs, Some(encoding))
