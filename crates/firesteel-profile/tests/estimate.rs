@@ -5,7 +5,7 @@
 use firesteel_check::audit::{NodeTraffic, Schematic, Traffic};
 use firesteel_checkpoint::{Checkpoint, LayerKind, ModelConfig, RandomWeights, preset};
 use firesteel_export::{Dialect, ExportOptions, Gelu, Precision, build};
-use firesteel_graph::{Graph, Op};
+use firesteel_graph::{Graph, Op, Part, Tag};
 use firesteel_profile::{
     ElementBits, Estimate, Fit, FitSelection, Group, Grouped, KvElement, ModelBytes, OperatorTime,
     OperatorTimes, PartKind, Provenance, Quantity, StepChoice, StepCost, Table, Term, WeightCoding,
@@ -415,6 +415,7 @@ fn activations_live_from_their_node_to_their_last_reader() {
     let flat = graph.add(Op::Reshape { shape: vec![4] }, &[doubled], "flat").unwrap();
     let squared = graph.add(Op::Mul, &[flat, flat], "squared").unwrap();
     let late = graph.add(Op::Add, &[squared, x], "late").unwrap();
+    graph.set_tag(Some(Tag { layer: None, part: Part::Cache }));
     let joined = graph.add(Op::Concat { axis: 0 }, &[cache, late], "joined").unwrap();
     graph.output(joined).unwrap();
     // x, doubled and squared, then x, squared and late: 48 bytes. At the end late (16 bytes) and

@@ -303,7 +303,10 @@ mod tests {
         let border: Vec<ValueId> = graph.inputs().iter().chain(graph.outputs()).copied().collect();
         let name = |id: ValueId| match border.contains(&id) {
             true => graph.value(id).name.clone(),
-            false => format!("value {id:?}"),
+            false => {
+                let index = graph.values().iter().position(|v| v.name == graph.value(id).name);
+                format!("value.{}", index.unwrap())
+            }
         };
         let mut ids = HashMap::new();
         for id in graph.inputs() {
@@ -321,7 +324,7 @@ mod tests {
             let names = node.outputs.iter().map(|id| name(*id)).collect();
             other.set_tag(node.tag);
             let made =
-                other.add_node(format!("node {index}"), node.op.clone(), &inputs, names).unwrap();
+                other.add_node(format!("node.{index}"), node.op.clone(), &inputs, names).unwrap();
             ids.extend(node.outputs.iter().copied().zip(made));
         }
         for id in graph.outputs() {
