@@ -25,7 +25,7 @@ enum Command {
     Synth(commands::synth::Synth),
     Export(commands::export::Export),
     Calibrate(commands::calibrate::Calibrate),
-    Quantize(Box<commands::quantize::Quantize>),
+    Quantize(commands::quantize::Quantize),
     Compile(commands::compile::Compile),
     Check(commands::check::Check),
     Profile(commands::profile::Profile),

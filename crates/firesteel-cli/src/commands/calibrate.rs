@@ -22,7 +22,7 @@ use std::process::ExitCode;
 ///
 /// The step's graph runs over the text on the evaluator, from empty caches to full ones and past
 /// the sliding window. Before that the columns of a checkpoint's matrices are sized by way of the
-/// norms for what they meet in a part of the text. `quantize --scheme` takes the file that is written.
+/// norms for what they meet in a part of the text. `quantize graph` takes the file that is written.
 #[derive(Debug, Args)]
 pub(crate) struct Calibrate {
     /// Checkpoint, or an artifact in the qnn dialect
@@ -232,7 +232,7 @@ impl Calibrate {
             Source::Checkpoint(_) | Source::Compiled(_) => self.gelu.gelu(),
         };
         let staged = self.stage()?;
-        // What quantize --scheme quantizes.
+        // What quantize graph quantizes.
         let (mut columns, mut model) = (ColumnSizes::new(), None);
         if let (Source::Checkpoint(checkpoint), false) = (&source, self.plain) {
             let make = |tokens| make(None, tokens);

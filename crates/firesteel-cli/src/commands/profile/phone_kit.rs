@@ -21,7 +21,7 @@ use std::process::ExitCode;
 ///
 /// The folder has the ONNX files or the context binaries, the raw inputs of a few steps, the outputs
 /// that are expected, input lists, a script for adb and a README. The inputs of every step are those
-/// of the reference, whatever the device computed before. `firesteel check KIT --outputs DIR`
+/// of the reference, whatever the device computed before. `firesteel check outputs KIT DIR`
 /// compares what comes back, `firesteel profile import` reads the times. The folder appears complete
 /// or not at all; models are hard links where the file system has them.
 #[derive(Debug, Args)]

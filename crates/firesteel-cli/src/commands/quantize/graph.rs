@@ -1,4 +1,4 @@
-//! `quantize --scheme`: a step's graph in integers.
+//! `quantize graph`: a step's graph in integers.
 
 use super::{SEQUENCE, calibration_texts, sequences};
 use crate::commands::check::{Spread, spread_ids};
@@ -34,32 +34,41 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Options of `quantize --scheme`.
+/// Write a step's graph in integers, as the Hexagon compiler takes it.
+///
+/// The output is an artifact in the qnn dialect whose operators stand between DequantizeLinear and
+/// QuantizeLinear. The ranges of its values come from `firesteel calibrate`. It appears complete or
+/// not at all.
 #[derive(Debug, Args)]
-pub(crate) struct GraphArgs {
+pub(crate) struct QuantizeGraph {
+    /// Checkpoint folder, GGUF file, or an artifact in floats
+    checkpoint: PathBuf,
     /// Number formats of the step's graph: weights and activations
     #[arg(long, value_enum)]
-    scheme: Option<SchemeName>,
+    scheme: SchemeName,
+    /// Bits for each weight that 8-bit matrices of --scheme mixed may fill
+    #[arg(long, value_name = "BITS")]
+    bits: Option<f64>,
     /// Ranges that `firesteel calibrate` wrote
-    #[arg(long, value_name = "FILE", requires = "scheme")]
+    #[arg(long, value_name = "FILE")]
     ranges: Option<PathBuf>,
     /// Make the ranges up: for measuring time, the numbers are wrong
-    #[arg(long, requires = "scheme", conflicts_with = "ranges")]
+    #[arg(long, conflicts_with = "ranges")]
     uncalibrated: bool,
     /// Number format of keys and values [default: s16; u8 for w8a8]
-    #[arg(long, value_enum, requires = "scheme")]
+    #[arg(long, value_enum)]
     kv: Option<Kv>,
     /// Another width for the matrices with a name like GLOB: fp16, w16, w8 or w4; may be repeated,
     /// and the last that fits counts
-    #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept, requires = "scheme")]
+    #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept)]
     keep: Vec<(Pattern, WeightWidth)>,
     /// Text files, or conversations where they end in .jsonl, that the model reads to round its
     /// weights for what they meet together [default: the scale of each row is searched for what
     /// --ranges say that its columns meet]
-    #[arg(long, value_name = "FILE", num_args = 1.., requires = "scheme")]
+    #[arg(long, value_name = "FILE", num_args = 1..)]
     text: Vec<PathBuf>,
     /// N ids all over the vocabulary instead of --text, for models without a tokenizer
-    #[arg(long, value_name = "N", requires = "scheme", conflicts_with_all = ["text", "text_tokens"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["text", "text_tokens"])]
     spread: Option<usize>,
     /// Take the integers of a quantized artifact of the same model and ranges, such as another step
     #[arg(long, value_name = "ARTIFACT", requires = "ranges",
@@ -69,24 +78,33 @@ pub(crate) struct GraphArgs {
     #[arg(long, value_name = "N", requires = "text")]
     text_tokens: Option<usize>,
     /// Round each matrix by itself, and estimate the noise of each for mixed: for large models
-    #[arg(long, requires = "scheme")]
+    #[arg(long)]
     quick: bool,
     /// Signal to noise of the output in dB that --scheme mixed must reach with as few 8-bit matrices
     /// as possible, all else in floats
-    #[arg(long, value_name = "DB", requires = "scheme", conflicts_with = "bits")]
+    #[arg(long, value_name = "DB", conflicts_with = "bits")]
     budget_db: Option<f64>,
     /// Text or conversations (.jsonl), as far as the context goes, on which every value is compared
     /// with the one in floats, and what is clipped is counted; not those of the calibration
-    #[arg(long, value_name = "FILE", requires = "scheme")]
+    #[arg(long, value_name = "FILE")]
     check_text: Option<PathBuf>,
     /// Most tokens of --check-text [default: 128]
     #[arg(long, value_name = "N", requires = "check_text")]
     check_tokens: Option<usize>,
     /// Also write the embedding table as a raw file for hosts
-    #[arg(long, requires = "scheme")]
+    #[arg(long)]
     embedding: bool,
     #[command(flatten)]
     step: StepArgs,
+    /// Folder of the artifact to write
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Replace an existing artifact
+    #[arg(long)]
+    force: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -151,45 +169,6 @@ fn kept(text: &str) -> Result<(Pattern, WeightWidth), String> {
         _ => return Err(format!("{width:?} is no width; {accepted}")),
     };
     Ok((pattern, width))
-}
-
-impl GraphArgs {
-    /// What --keep says of a matrix.
-    fn kept(&self, name: &str) -> Option<WeightWidth> {
-        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| fits(glob, name));
-        fitting.next().map(|(_, width)| *width)
-    }
-
-    /// Refuses options that say something about a graph where none is written.
-    pub(super) fn refuse(&self) -> anyhow::Result<()> {
-        let given = [
-            ("--ranges", self.ranges.is_some()),
-            ("--uncalibrated", self.uncalibrated),
-            ("--kv", self.kv.is_some()),
-            ("--keep", !self.keep.is_empty()),
-            ("--text", !self.text.is_empty()),
-            ("--spread", self.spread.is_some()),
-            ("--weights", self.weights.is_some()),
-            ("--quick", self.quick),
-            ("--budget-db", self.budget_db.is_some()),
-            ("--check-text", self.check_text.is_some()),
-            ("--embedding", self.embedding),
-            ("an option of the step", self.step != StepArgs::default()),
-        ];
-        match given.iter().find(|(_, given)| *given) {
-            Some((option, _)) => bail!("{option} goes with --scheme, not with --format"),
-            None => Ok(()),
-        }
-    }
-}
-
-/// A run of `quantize --scheme`.
-pub(crate) struct GraphRequest<'a> {
-    pub(crate) args: &'a GraphArgs,
-    pub(crate) bits: Option<f64>,
-    pub(crate) out: &'a Path,
-    pub(crate) force: bool,
-    pub(crate) json: bool,
 }
 
 /// Tokens of --text and --check-text, unless said otherwise.
@@ -271,12 +250,17 @@ impl Clipping {
     }
 }
 
-impl GraphRequest<'_> {
-    pub(crate) fn run(self, source: &Source, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let args = self.args;
-        let Some(scheme) = args.scheme.map(SchemeName::scheme) else {
-            bail!("--scheme or --format says how to quantize");
-        };
+impl QuantizeGraph {
+    /// What --keep says of a matrix.
+    fn kept(&self, name: &str) -> Option<WeightWidth> {
+        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| fits(glob, name));
+        fitting.next().map(|(_, width)| *width)
+    }
+
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let source = &Source::open(&self.checkpoint, printer)?;
+        let args = &self;
+        let scheme = self.scheme.scheme();
         let ranges = match (&args.ranges, args.uncalibrated) {
             (Some(file), _) => Some(Ranges::read(file)?),
             (None, true) => None,
@@ -414,7 +398,7 @@ impl GraphRequest<'_> {
         source: &Source,
         printer: &mut Printer,
     ) -> anyhow::Result<Rounded> {
-        let args = self.args;
+        let args = self;
         let budget = match (scheme, self.bits, args.budget_db) {
             (Scheme::Mixed, Some(bits), _) => Some(Budget::Bits(bits)),
             (Scheme::Mixed, None, Some(decibels)) => Some(Budget::Decibels(decibels)),
@@ -522,7 +506,7 @@ impl GraphRequest<'_> {
 
     /// What the weights are rounded for.
     fn texts(&self, source: &Source, vocabulary: usize) -> anyhow::Result<Vec<Vec<u32>>> {
-        let args = self.args;
+        let args = self;
         if let Some(count) = args.spread {
             return Ok(vec![spread_ids(Spread::Calibration, count, vocabulary)?]);
         }
@@ -538,7 +522,7 @@ impl GraphRequest<'_> {
         scheme: Scheme,
     ) -> anyhow::Result<(BTreeMap<String, QuantizedMatrix>, BTreeSet<String>)> {
         let manifest = artifact.manifest();
-        let ranges = match &self.args.ranges {
+        let ranges = match &self.ranges {
             Some(file) => Some(sha256(&fs_err::read(file)?)),
             None => None,
         };
@@ -578,7 +562,7 @@ impl GraphRequest<'_> {
         model: Option<&Checkpoint>,
         printer: &mut Printer,
     ) -> anyhow::Result<(StepGraphs, ExportOptions)> {
-        let step = &self.args.step;
+        let step = &self.step;
         let artifact = match source {
             Source::Checkpoint(checkpoint) => {
                 let config = checkpoint.config();
@@ -618,7 +602,7 @@ impl GraphRequest<'_> {
             .flat_map(|ranges| &ranges.texts)
             .map(|text| text.sha256.clone())
             .collect();
-        for file in &self.args.text {
+        for file in &self.text {
             known.push(hash(file)?);
         }
         if known.contains(&own) {
@@ -642,7 +626,7 @@ impl GraphRequest<'_> {
     ) -> anyhow::Result<()> {
         let tokenizer = source.tokenizer()?.context("--check-text needs the model's tokenizer")?;
         let texts = text_ids(file, &[source], &tokenizer, AddedTokens::AsText)?;
-        let most = self.args.check_tokens.unwrap_or(CHECK_TOKENS);
+        let most = self.check_tokens.unwrap_or(CHECK_TOKENS);
         let (tokens, mut left) = (step.spec.tokens, most);
         let mut parts = Vec::new();
         for ids in &texts {
@@ -691,7 +675,7 @@ impl GraphRequest<'_> {
         report: &Report,
         ranges_sha256: Option<String>,
     ) -> anyhow::Result<Artifact> {
-        let embedding = self.args.embedding;
+        let embedding = self.embedding;
         let graphs = &quantized.graphs;
         let mut draft = match source {
             Source::Checkpoint(checkpoint) => {
@@ -720,7 +704,7 @@ impl GraphRequest<'_> {
         let bar = Progress::new("writing");
         let how = Write { force: self.force, threads: threads() };
         let progress = |done, total| bar.set(done, total);
-        write_artifact(&draft, self.out, how, &progress).map_err(|error| {
+        write_artifact(&draft, &self.out, how, &progress).map_err(|error| {
             let exists = !self.force && self.out.exists();
             let hint = if exists { " (--force replaces an artifact)" } else { "" };
             anyhow::Error::from(error)
