@@ -61,9 +61,9 @@ fn help_of_the_program() {
       synth      Write a checkpoint of a published shape with random weights
       export     Write the static decode-step graph of a checkpoint
       calibrate  Learn the ranges of a step's values from text
-      quantize   Write a model quantized: as a GGUF file (--format), or as a step's graph in integers (--scheme)
+      quantize   Write a model quantized: as a GGUF file, or as a step's graph in integers
       compile    Compile artifacts for the NPU of a phone and audit what the compiler made of them
-      check      Compare two runners on the same tokens
+      check      Check the numbers: tensors step by step, what a text and prompts become, what a device computed
       profile    Tell what a step costs on a device, without the device
       generate   Generate text
       bench      Measure this program on this machine
