@@ -5,6 +5,7 @@ mod kit;
 mod printer;
 mod progress;
 mod source;
+mod texts;
 
 use clap::{Parser, Subcommand};
 use printer::Printer;

@@ -7,10 +7,11 @@ mod step;
 pub(crate) use self::step::{CheckArgs, check_and_print, default_bar, feed, token_ids};
 
 use crate::printer::{Printer, mebibytes};
-use crate::source::{CompiledStep, OrtArgs, RunnerKind, Source};
+use crate::source::{self, OrtArgs, runner_names};
 use anyhow::bail;
 use clap::{Args, Subcommand};
 use firesteel_check::Snr;
+use firesteel_model::{CompiledStep, Model, RunnerKind};
 use firesteel_step::StepSpec;
 use firesteel_tensor::DType;
 use serde::Serialize;
@@ -60,15 +61,15 @@ struct Sides {
 
 impl Sides {
     /// What is checked, and what is right.
-    fn open(&self, printer: &mut Printer) -> anyhow::Result<(Source, Source)> {
-        let mut test = Source::open(&self.path, printer)?;
+    fn open(&self, printer: &mut Printer) -> anyhow::Result<(Model, Model)> {
+        let mut test = source::open(&self.path, printer)?;
         if let Some(name) = &self.graph {
-            let Source::Compiled(step) = &mut test else {
+            let Model::Compiled(step) = &mut test else {
                 bail!("--graph goes with a compiled artifact");
             };
             step.step.clone_from(&step.compiled.step(Some(name))?.name);
         }
-        Ok((test, Source::open(&self.against, printer)?))
+        Ok((test, source::open(&self.against, printer)?))
     }
 }
 
@@ -77,10 +78,10 @@ impl Sides {
 struct Runners {
     /// Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint,
     /// htp for what is compiled]
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = runner_names())]
     runner: Option<RunnerKind>,
     /// Who executes what is right [default: engine for a checkpoint, evaluator for an artifact]
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = runner_names())]
     against_runner: Option<RunnerKind>,
     #[command(flatten)]
     ort: OrtArgs,
@@ -88,7 +89,7 @@ struct Runners {
 
 impl Runners {
     /// Those of what is checked and of what is right.
-    fn kinds(&self, [test, reference]: [&Source; 2]) -> anyhow::Result<[RunnerKind; 2]> {
+    fn kinds(&self, [test, reference]: [&Model; 2]) -> anyhow::Result<[RunnerKind; 2]> {
         let kinds = [
             self.runner.unwrap_or(test.default_runner(false)),
             self.against_runner.unwrap_or(reference.default_runner(false)),

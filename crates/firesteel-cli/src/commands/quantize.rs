@@ -4,10 +4,11 @@ mod gguf;
 mod graph;
 
 use crate::printer::Printer;
-use crate::source::{Source, text_ids};
+use crate::texts::text_ids;
 use clap::{Args, Subcommand};
 use firesteel_checkpoint::ModelConfig;
 use firesteel_generate::{AddedTokens, Tokenizer};
+use firesteel_model::Model;
 use firesteel_quantize::weights::spread_over;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -40,7 +41,7 @@ const SEQUENCE: usize = 512;
 /// The ids of texts and conversations for which weights are rounded.
 fn calibration_texts(
     files: &[PathBuf],
-    source: &Source,
+    source: &Model,
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
     let mut texts = Vec::new();

@@ -1609,7 +1609,10 @@ fn refusals() {
         // Paths.
         (run(&["inspect", "no-such-folder"]), "no-such-folder"),
         (run(&["inspect", &tools]), "model_type"),
-        (run(&["inspect", "models/spark-tiny/model.safetensors"]), "accepted: at most 1048576"),
+        (
+            run(&["inspect", "models/spark-tiny/model.safetensors"]),
+            "in safetensors; give the folder",
+        ),
         (run(&["export", "no-such-folder", "--out", &out]), "no-such-folder"),
         (run(&["export", &artifact, "--out", &out]), "neither model.safetensors nor"),
         (

@@ -2,16 +2,15 @@
 
 use super::{Judged, Runners, Sides, Verdicts, announce, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{
-    DecoderOptions, RunnerKind, Source, chat_template, has_chats, kv_format, numbered, read_chats,
-    read_text, text_ids,
-};
+use crate::source::{decoder, kv_format};
+use crate::texts::{chat_template, has_chats, numbered, read_chats, read_text, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{ArgGroup, Args};
 use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
 use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
+use firesteel_model::{DecoderOptions, Model, RunnerKind};
 use firesteel_step::{Logits, StepOptions, StepSpec, Wanted};
 use firesteel_tensor::DType;
 use serde::Serialize;
@@ -106,8 +105,8 @@ impl CheckFidelity {
         let (test, reference) = self.sides.open(printer)?;
         let report = self.compare(&test, &reference, printer)?;
         let verdicts = match &test {
-            Source::Compiled(step) => Some(Verdicts::new(step, self.verdict(&report))?),
-            Source::Checkpoint(_) | Source::Artifact(_) => None,
+            Model::Compiled(step) => Some(Verdicts::new(step, self.verdict(&report))?),
+            Model::Checkpoint(_) | Model::Artifact(_) => None,
         };
         let passed = report.passed;
         if self.sides.json {
@@ -125,8 +124,8 @@ impl CheckFidelity {
 
     fn compare(
         &self,
-        test: &Source,
-        reference: &Source,
+        test: &Model,
+        reference: &Model,
         printer: &mut Printer,
     ) -> anyhow::Result<FidelityReport> {
         self.check_options()?;
@@ -158,16 +157,16 @@ impl CheckFidelity {
         let text = texts.iter().map(Vec::len).max().unwrap_or(0);
         let asked = self.sequence.unwrap_or(SEQUENCE).get().min(text);
         let context = asked.max(continued).max(CHUNK);
-        let manifest = [reference, test].into_iter().find_map(Source::manifest);
+        let manifest = [reference, test].into_iter().find_map(Model::manifest);
         // Of a prompt nobody wants more than the last logits.
         let prompt = if self.prompts.is_some() { CHUNK } else { 1 };
         for source in [test, reference] {
             source.verify()?;
         }
-        let mut side = |source: &Source, kind, kv| {
-            let options =
-                DecoderOptions { kind, ort: &self.runners.ort, prompt, all_logits: CHUNK, kv };
-            source.decoder(&step(source, manifest, context)?, &options, printer)
+        let runner = self.runners.ort.options()?;
+        let mut side = |source: &Model, kind, kv| {
+            let options = DecoderOptions { kind, runner: &runner, prompt, all_logits: CHUNK, kv };
+            decoder(source, &step(source, manifest, context)?, &options, printer)
         };
         let mut left = side(reference, kinds[0], formats[0])?;
         let mut right = side(test, kinds[1], formats[1])?;
@@ -330,7 +329,7 @@ impl CheckFidelity {
 }
 
 /// The step of a checkpoint, or that of the artifact on either side, in f32.
-fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow::Result<StepSpec> {
+fn step(source: &Model, manifest: Option<&Manifest>, context: usize) -> anyhow::Result<StepSpec> {
     let spec = match manifest {
         Some(manifest) => manifest.contract()?,
         None => {
@@ -359,7 +358,7 @@ fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow:
 /// models are to say.
 fn prompts(
     file: &Path,
-    sources: [&Source; 2],
+    sources: [&Model; 2],
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
     let mut prompts = Vec::new();

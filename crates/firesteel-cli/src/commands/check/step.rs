@@ -3,7 +3,7 @@
 use super::{Judged, Runners, Sides, Verdicts, announce, as_f32, decibels, print_settings};
 use super::{Spread, spread_ids};
 use crate::printer::{Printer, table};
-use crate::source::{OrtArgs, RunnerKind, Source, text_ids};
+use crate::texts::text_ids;
 use anyhow::{Context as _, bail};
 use clap::{Args, Parser};
 use firesteel_artifact::Manifest;
@@ -11,6 +11,7 @@ use firesteel_check::{CheckOptions, CheckReport, Feed, GreedyReport, LogitsRepor
 use firesteel_compile::Measured;
 use firesteel_export::{ExportOptions, Gelu, Precision};
 use firesteel_generate::AddedTokens;
+use firesteel_model::{Model, RunnerKind, RunnerOptions};
 use firesteel_step::{
     Embedding, KvState, Logits, Role, Runner, RunnerError, StepError, StepOptions, StepSpec,
 };
@@ -37,14 +38,14 @@ pub(crate) struct CheckStep {
 impl CheckStep {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let (mut test, reference) = self.sides.open(printer)?;
-        if self.record && !matches!(test, Source::Compiled(_)) {
+        if self.record && !matches!(test, Model::Compiled(_)) {
             bail!("--record goes with a compiled artifact");
         }
         let json = self.sides.json;
         let report = check_and_print(&test, &reference, &self.args, !json, printer)?;
         let passed = report.passed;
         let mut verdicts = None;
-        if let Source::Compiled(step) = &mut test {
+        if let Model::Compiled(step) = &mut test {
             verdicts = Some(Verdicts::new(step, verdict(&report))?);
             if self.record {
                 step.compiled.record(&step.step, measured(&report))?;
@@ -217,8 +218,8 @@ fn estimate(
 
 /// Compares `test` with `reference` and prints the result if `print`.
 pub(crate) fn check_and_print(
-    test: &Source,
-    reference: &Source,
+    test: &Model,
+    reference: &Model,
     args: &CheckArgs,
     print: bool,
     printer: &mut Printer,
@@ -232,8 +233,9 @@ pub(crate) fn check_and_print(
     };
     let spec = as_f32(&contract)?;
     args.check_counts(spec.tokens)?;
-    let mut left = reference.runner(reference_kind, Some(&spec), layers, &args.runners.ort)?;
-    let mut right = test.runner(test_kind, Some(&spec), layers, &args.runners.ort)?;
+    let runner = args.runners.ort.options()?;
+    let mut left = reference.runner(reference_kind, Some(&spec), layers, &runner)?;
+    let mut right = test.runner(test_kind, Some(&spec), layers, &runner)?;
     let ids = token_ids(args, test, reference, &spec)?;
     let kinds = [test_kind, reference_kind];
     let min_snr = args.min_snr.unwrap_or_else(|| default_bar([test, reference], kinds));
@@ -288,7 +290,7 @@ pub(crate) fn check_and_print(
     Ok(report)
 }
 
-fn checkpoint_contract(source: &Source) -> anyhow::Result<StepSpec> {
+fn checkpoint_contract(source: &Model) -> anyhow::Result<StepSpec> {
     let config = source.config()?;
     Ok(StepSpec::new(
         &config,
@@ -304,7 +306,7 @@ fn checkpoint_contract(source: &Source) -> anyhow::Result<StepSpec> {
 }
 
 /// The bar for what the artifacts' options and the runners' arithmetic can hold.
-pub(crate) fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
+pub(crate) fn default_bar(sources: [&Model; 2], kinds: [RunnerKind; 2]) -> f64 {
     // What rounds to f32 after every operator loses more than what rounds at the border only.
     let wide = if kinds.iter().any(|kind| matches!(kind, RunnerKind::Ort | RunnerKind::Cpu)) {
         100.0
@@ -326,8 +328,8 @@ pub(crate) fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 
 
 pub(crate) fn token_ids(
     args: &CheckArgs,
-    test: &Source,
-    reference: &Source,
+    test: &Model,
+    reference: &Model,
     spec: &StepSpec,
 ) -> anyhow::Result<Vec<u32>> {
     let ids = if let Some(ids) = &args.ids {
@@ -365,8 +367,8 @@ pub(crate) fn token_ids(
 /// Token rows, or for a slice the hidden state that enters it.
 pub(crate) fn feed(
     spec: &StepSpec,
-    reference: &Source,
-    test: &Source,
+    reference: &Model,
+    test: &Model,
 ) -> anyhow::Result<Box<dyn Feed>> {
     if spec.first_layer == 0 {
         for source in [reference, test] {
@@ -380,7 +382,7 @@ pub(crate) fn feed(
         );
     }
     for source in [reference, test] {
-        if let Source::Checkpoint(checkpoint) = source {
+        if let Model::Checkpoint(checkpoint) = source {
             let before = StepSpec::new(
                 checkpoint.config(),
                 &StepOptions {
@@ -392,8 +394,8 @@ pub(crate) fn feed(
                     dtype: DType::F32,
                 },
             )?;
-            let ort = OrtArgs::default();
-            let runner = source.runner(RunnerKind::Engine, Some(&before), false, &ort)?;
+            let options = RunnerOptions::default();
+            let runner = source.runner(RunnerKind::Engine, Some(&before), false, &options)?;
             let embedding = source.embedding()?.context("a checkpoint has an embedding")?;
             let state = KvState::new(&before)?;
             return Ok(Box::new(SliceFeed { embedding, runner, spec: before, state }));

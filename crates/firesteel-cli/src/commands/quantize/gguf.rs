@@ -3,11 +3,12 @@
 use super::{SEQUENCE, calibration_texts, sequences};
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
-use crate::source::Source;
+use crate::source::{self};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_checkpoint::{Checkpoint, Head, Slot, WeightFormat};
 use firesteel_engine::Calibration;
+use firesteel_model::Model;
 use firesteel_quantize::gguf::{
     GgufOptions, QuantizedTensor, Raised, allocate, can_raise, quantize_gguf,
 };
@@ -169,10 +170,10 @@ impl From<QuantizedTensor> for Tensor {
 
 impl QuantizeGguf {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let source = Source::open(&self.checkpoint, printer)?;
+        let source = source::open(&self.checkpoint, printer)?;
         let format = self.format;
         self.refuse(format)?;
-        let Source::Checkpoint(checkpoint) = &source else {
+        let Model::Checkpoint(checkpoint) = &source else {
             bail!("{} is an artifact; quantize its checkpoint", self.checkpoint.display());
         };
         self.check_patterns(checkpoint)?;
@@ -274,7 +275,7 @@ impl QuantizeGguf {
     fn calibration(
         &self,
         checkpoint: &Arc<Checkpoint>,
-        source: &Source,
+        source: &Model,
     ) -> anyhow::Result<Option<Calibration>> {
         if self.calibrate.is_empty() {
             return Ok(None);

@@ -5,7 +5,8 @@ use crate::commands::check::{Spread, spread_ids};
 use crate::commands::export::{StepArgs, layer_range, threads};
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
-use crate::source::{Source, text_ids};
+use crate::source::{self};
+use crate::texts::text_ids;
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{
@@ -16,6 +17,7 @@ use firesteel_check::{Snr, SnrMeter};
 use firesteel_checkpoint::{Checkpoint, Family, ModelConfig, SlotKind, Weight};
 use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
 use firesteel_generate::AddedTokens;
+use firesteel_model::Model;
 use firesteel_quantize::weights::{
     Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, WeightBits, Widths,
     equalized, quantize_model, round_for_output, round_for_scores, round_layers, round_nearest,
@@ -258,7 +260,7 @@ impl QuantizeGraph {
     }
 
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let source = &Source::open(&self.checkpoint, printer)?;
+        let source = &source::open(&self.checkpoint, printer)?;
         let args = &self;
         let scheme = self.scheme.scheme();
         let ranges = match (&args.ranges, args.uncalibrated) {
@@ -269,7 +271,7 @@ impl QuantizeGraph {
                  `firesteel calibrate` writes; --uncalibrated makes them up, for measuring time only"
             ),
         };
-        if let Source::Artifact(artifact) = source {
+        if let Model::Artifact(artifact) = source {
             can_quantize(artifact.manifest(), &args.step)?;
         }
         if let Some(ranges) = &ranges {
@@ -395,7 +397,7 @@ impl QuantizeGraph {
         &self,
         scheme: Scheme,
         ranges: Option<&Ranges>,
-        source: &Source,
+        source: &Model,
         printer: &mut Printer,
     ) -> anyhow::Result<Rounded> {
         let args = self;
@@ -409,7 +411,7 @@ impl QuantizeGraph {
         };
         let mut rounded = Rounded::default();
         let rounds = !args.text.is_empty() || args.spread.is_some();
-        let Source::Checkpoint(checkpoint) = source else {
+        let Model::Checkpoint(checkpoint) = source else {
             if ranges.is_some_and(|ranges| !ranges.columns.is_empty()) {
                 bail!("the ranges are of the checkpoint; calibrate the artifact, or quantize that");
             }
@@ -505,7 +507,7 @@ impl QuantizeGraph {
     }
 
     /// What the weights are rounded for.
-    fn texts(&self, source: &Source, vocabulary: usize) -> anyhow::Result<Vec<Vec<u32>>> {
+    fn texts(&self, source: &Model, vocabulary: usize) -> anyhow::Result<Vec<Vec<u32>>> {
         let args = self;
         if let Some(count) = args.spread {
             return Ok(vec![spread_ids(Spread::Calibration, count, vocabulary)?]);
@@ -558,19 +560,19 @@ impl QuantizeGraph {
     /// The graphs in floats and the options that made them.
     fn step(
         &self,
-        source: &Source,
+        source: &Model,
         model: Option<&Checkpoint>,
         printer: &mut Printer,
     ) -> anyhow::Result<(StepGraphs, ExportOptions)> {
         let step = &self.step;
         let artifact = match source {
-            Source::Checkpoint(checkpoint) => {
+            Model::Checkpoint(checkpoint) => {
                 let config = checkpoint.config();
                 let options = step.options(config, Precision::Fp32, Dialect::Qnn, printer)?;
                 return Ok((build(model.unwrap_or(checkpoint), &options)?, options));
             }
-            Source::Artifact(artifact) => artifact,
-            Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+            Model::Artifact(artifact) => artifact,
+            Model::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
         };
         let manifest = artifact.manifest();
         artifact.verify()?;
@@ -619,7 +621,7 @@ impl QuantizeGraph {
     fn compare(
         &self,
         file: &Path,
-        source: &Source,
+        source: &Model,
         step: &StepGraphs,
         quantized: &Quantized,
         report: &mut Report,
@@ -669,7 +671,7 @@ impl QuantizeGraph {
 
     fn write(
         &self,
-        source: &Source,
+        source: &Model,
         (config, options): (&ModelConfig, &ExportOptions),
         quantized: &Quantized,
         report: &Report,
@@ -678,12 +680,12 @@ impl QuantizeGraph {
         let embedding = self.embedding;
         let graphs = &quantized.graphs;
         let mut draft = match source {
-            Source::Checkpoint(checkpoint) => {
+            Model::Checkpoint(checkpoint) => {
                 // A host reads rows of it; half precision holds what a checkpoint of bf16 says.
                 Draft::of_checkpoint(checkpoint, options, graphs, embedding.then_some(DType::F16))?
             }
-            Source::Artifact(artifact) => Draft::of_artifact(artifact, config, graphs, embedding)?,
-            Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+            Model::Artifact(artifact) => Draft::of_artifact(artifact, config, graphs, embedding)?,
+            Model::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
         };
         draft.options = options.clone();
         // A tied head is a matrix of integers now, and no table of embeddings.
@@ -788,11 +790,11 @@ fn can_quantize(manifest: &Manifest, step: &StepArgs) -> anyhow::Result<()> {
 }
 
 /// Refuses ranges of another model.
-fn same_model(ranges: &Ranges, source: &Source) -> anyhow::Result<()> {
+fn same_model(ranges: &Ranges, source: &Model) -> anyhow::Result<()> {
     let own = match source {
-        Source::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
-        Source::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
-        Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+        Model::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
+        Model::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
+        Model::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
     };
     if own != ranges.checkpoint {
         bail!("the ranges were learned from other weights; calibrate this checkpoint");
