@@ -224,21 +224,22 @@ TIMES = [0.015625, 951782399.5, 978220800.0, 1230768000.25, 1735689599.984375, 1
 
 
 class Program:
-    """The example on a folder or file, which answers lines with lines."""
+    """The example on a folder or file, which answers lines with lines while Python does so too."""
 
-    def __init__(self, text, path, **variables):
-        self.lines = []
-        self.command = [text, str(path)]
-        self.variables = {**os.environ, **variables}
-
-    def ask(self, line):
-        self.lines.append(json.dumps(line, ensure_ascii=False))
+    def __init__(self, text, path, lines, **variables):
+        self.count = len(lines)
+        self.asked, self.told = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.asked.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self.asked.seek(0)
+        variables = {**os.environ, **variables}
+        self.running = subprocess.Popen([text, str(path)], stdin=self.asked, stdout=self.told, env=variables)
 
     def answers(self):
-        asked = "\n".join(self.lines) + "\n"
-        done = subprocess.run(self.command, input=asked.encode(), stdout=subprocess.PIPE, env=self.variables, check=True)
-        answers = [json.loads(line) for line in done.stdout.split(b"\n") if line]
-        assert len(answers) == len(self.lines), (len(answers), len(self.lines))
+        if self.running.wait():
+            sys.exit(f"{self.running.args} ended with {self.running.returncode}")
+        self.told.seek(0)
+        answers = [json.loads(line) for line in self.told]
+        assert len(answers) == self.count, (len(answers), self.count)
         return answers
 
 
@@ -255,8 +256,10 @@ class Comparison:
 
     def finish(self):
         seconds = time.monotonic() - self.start
-        for failure in self.failures[:20]:
-            print(failure)
+        for kind in self.counts:
+            failures = [failure for failure in self.failures if failure.startswith(kind)]
+            for failure in failures[:8]:
+                print(failure)
         compared = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         print(f"compared {compared}; {len(self.failures)} differ; {seconds:.0f} s")
         if self.failures:
@@ -290,27 +293,25 @@ def checkpoint(folder, tokenizer):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes_)
 
 
-def compare_texts(comparison, program, whole, plain, size):
+def texts_and_ids(whole, plain):
+    """What is asked of texts and ids, and Python's answers."""
     texts = corpus([token.content for token in whole.get_added_tokens_decoder().values()])
     chance = random.Random(SEED)
-    sequences = [[chance.randrange(size) for _ in range(chance.randrange(1, 30))] for _ in range(2000)]
+    sequences = [[chance.randrange(ROWS) for _ in range(chance.randrange(1, 30))] for _ in range(2000)]
     sequences += [[id] for id in range(151600, ROWS)]
+    yield from ({"text": text} for text in texts)
+    yield from ({"ids": ids} for ids in sequences)
+    yield None
     for text in texts:
-        program.ask({"text": text})
+        ids = [tokenizer.encode(text).ids for tokenizer in (plain, whole)]
+        yield {"plain": ids[0], "parsed": ids[1], "texts": whole.decode_batch(ids)}
     for ids in sequences:
-        program.ask({"ids": ids})
-    answers = iter(program.answers())
-    for text, answer in zip(texts, answers):
-        expected = [tokenizer.encode(text).ids for tokenizer in (plain, whole)]
-        about = f"{text[:200]!r}"
-        comparison.same("encodings", about, [answer["plain"], answer["parsed"]], expected)
-        comparison.same("texts", about, answer["texts"], whole.decode_batch(expected))
-    for ids, answer in zip(sequences, answers):
-        comparison.same("sequences of ids", ids, answer["text"], whole.decode(ids))
+        yield {"text": whole.decode(ids)}
 
 
-def compare_prompts(comparison, program, whole, plain, template):
-    moment = 1735689599.984375
+def prompts(whole, plain, template):
+    """What is asked of conversations, and the answers of jinja2 and Python."""
+    moment = TIMES[4]
     made = environment(datetime.datetime.fromtimestamp(moment)).from_string(template)
     added = [token.content for token in whole.get_added_tokens_decoder().values()]
     parts = re.compile("(" + "|".join(map(re.escape, added)) + ")")
@@ -323,16 +324,29 @@ def compare_prompts(comparison, program, whole, plain, template):
         return [id for piece in pieces for id in piece]
 
     asked = conversations()
+    yield from ({"conversation": conversation, "time": moment} for conversation in asked)
+    yield None
     for conversation in asked:
-        program.ask({"conversation": conversation, "time": moment})
-    for conversation, answer in zip(asked, program.answers()):
-        about = json.dumps(conversation, ensure_ascii=False)[:600]
         try:
-            expected = {"text": made.render(**seen(conversation, str)), "ids": ids(conversation)}
+            yield {"text": made.render(**seen(conversation, str)), "ids": ids(conversation)}
         except (jinja2.exceptions.TemplateError, TypeError):
-            expected = {}
-        answer.pop("error", None)
-        comparison.same("prompts", about, answer, expected)
+            yield {"error": ...}
+
+
+def compare(comparison, text, paths, kinds):
+    """Has each path's program answer what each kind asks, which ends with `None` and Python's answers."""
+    asked, kind_of = [], []
+    for kind, lines in kinds.items():
+        for line in iter(lambda: next(lines), None):
+            asked.append(line)
+            kind_of.append(kind)
+    programs = [Program(text, path, asked) for path in paths]
+    expected = [answer for lines in kinds.values() for answer in lines]
+    for path, program in zip(paths, programs):
+        for line, kind, own, answer in zip(asked, kind_of, program.answers(), expected, strict=True):
+            if "error" in own:
+                own = {"error": ...}
+            comparison.same(kind, f"{path.name} {json.dumps(line, ensure_ascii=False):.600}", own, answer)
 
 
 def compare_times(comparison, text, folder):
@@ -340,20 +354,19 @@ def compare_times(comparison, text, folder):
     template.write_text("{{ strftime_now(messages[0].content) }}")
     (folder / "tokenizer.json").write_bytes((ROOT / "models/spark-tiny/tokenizer.json").read_bytes())
     chance = random.Random(SEED)
+    common = ["%c %j %U %W %V %G %u %s %f", "%d %B %Y %H:%M:%S"]
     for zone in ZONES:
-        os.environ["TZ"] = zone
-        time.tzset()
-        program = Program(text, folder, TZ=zone)
-        common = ["%c %j %U %W %V %G %u %s %f", "%d %B %Y %H:%M:%S"]
         asked = [(moment, form) for moment in TIMES for form in common]
         asked += [(chance.choice(TIMES), form) for form in formats()]
-        for moment, form in asked:
-            messages = [{"role": "user", "content": form}]
-            program.ask({"conversation": {"messages": messages}, "time": moment})
+        messages = [{"messages": [{"role": "user", "content": form}]} for _, form in asked]
+        lines = [{"conversation": told, "time": moment} for told, (moment, _) in zip(messages, asked)]
+        program = Program(text, folder, lines, TZ=zone)
+        os.environ["TZ"] = zone
+        time.tzset()
         for (moment, form), answer in zip(asked, program.answers()):
             now = datetime.datetime.fromtimestamp(moment)
             about = f"{form!r} at {moment} in {zone!r}"
-            comparison.same("times", about, answer.get("text", answer), environment(now).globals["strftime_now"](form))
+            comparison.same("times", about, answer.get("text", answer), now.strftime(form))
     os.environ.pop("TZ")
     time.tzset()
 
@@ -377,9 +390,8 @@ def main():
         done = subprocess.run(quantize, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             sys.exit(done.stdout)
-        for path in (published, file):
-            compare_texts(comparison, Program(text, path), whole, plain, ROWS)
-            compare_prompts(comparison, Program(text, path), whole, plain, template)
+        kinds = {"texts": texts_and_ids(whole, plain), "prompts": prompts(whole, plain, template)}
+        compare(comparison, text, (published, file), kinds)
     comparison.finish()
 
 

@@ -3,6 +3,7 @@
 use jiff::fmt::strtime;
 use jiff::tz::TimeZone;
 use jiff::{Timestamp, ZonedDateTime};
+use std::borrow::Cow;
 use std::time::SystemTime;
 
 /// A moment in a time zone, of which a chat template writes date and clock.
@@ -87,7 +88,7 @@ impl LocalTime {
                     };
                     out.padded(&directive, &text)?;
                 }
-                Some(Field::Fixed(text)) => out.padded(&directive, text)?,
+                Some(Field::Fixed(text)) => out.padded(&directive, &text)?,
                 Some(Field::Parts(format)) => {
                     let mut parts = Written { text: String::new(), left: out.left };
                     self.write(format, &mut parts)?;
@@ -110,7 +111,7 @@ impl LocalTime {
     /// What a directive stands for; `None` where there is no such directive.
     fn field(&self, letter: char, modifier: Option<char>) -> Option<Field> {
         let refused = match letter {
-            'a' | 'A' | 'D' | 'F' | '%' => modifier.is_some(),
+            'a' | 'A' | 'D' | 'F' => modifier.is_some(),
             'c' | 'x' | 'X' | 'Y' => modifier == Some('O'),
             'b' | 'h' | 'B' | 'd' | 'e' | 'g' | 'G' | 'H' | 'I' | 'j' | 'k' | 'l' | 'm' | 'M'
             | 'S' | 'U' | 'V' | 'w' | 'W' => modifier == Some('E'),
@@ -135,12 +136,12 @@ impl LocalTime {
             'b' | 'h' => Some(Field::Word { text: word("%b"), lower: false }),
             'B' => Some(Field::Word { text: word("%B"), lower: false }),
             'p' => Some(Field::Word { text: word("%p"), lower: true }),
-            'P' => Some(Field::Fixed(if time.hour() < 12 { "am" } else { "pm" })),
-            'Z' => Some(Field::Fixed("")),
+            'P' => Some(Field::Fixed(if time.hour() < 12 { "am" } else { "pm" }.into())),
+            'Z' => Some(Field::Fixed("".into())),
             'z' => Some(Field::Nothing),
-            '%' => Some(Field::Fixed("%")),
-            'n' => Some(Field::Fixed("\n")),
-            't' => Some(Field::Fixed("\t")),
+            '%' => Some(Field::Fixed("%".into())),
+            'n' => Some(Field::Fixed("\n".into())),
+            't' => Some(Field::Fixed("\t".into())),
             'c' => Some(Field::Parts("%a %b %e %H:%M:%S %Y")),
             'D' | 'x' => Some(Field::Parts("%m/%d/%y")),
             'F' => Some(Field::Parts("%Y-%m-%d")),
@@ -167,7 +168,7 @@ impl LocalTime {
             'l' => spaced(hour_of_12.into()),
             'M' => number(time.minute().into(), 2),
             'S' => number(time.second().into(), 2),
-            's' => number(time.timestamp().as_second(), 1),
+            's' => Some(Field::Fixed(time.timestamp().as_second().to_string().into())),
             _ => None,
         }
     }
@@ -234,7 +235,7 @@ enum Field {
         lower: bool,
     },
     /// A text that is what it is.
-    Fixed(&'static str),
+    Fixed(Cow<'static, str>),
     /// Directives for the parts.
     Parts(&'static str),
     /// Not even padding.
