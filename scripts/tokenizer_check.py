@@ -135,10 +135,10 @@ def conversations():
         lists += [[message, assistant[0], message], [user, assistant[6], message, assistant[8], results[0], assistant[9]]]
     lists.append([user, {"role": "system", "content": "later"}, user])
     chance = random.Random(SEED)
-    lists += [chance.choices([*users, *assistant, *results], k=chance.randrange(1, 12)) for _ in range(150)]
+    lists += [chance.choices([*users, *assistant, *results], k=chance.randrange(1, 12)) for _ in range(60)]
     found = []
     for number, messages in enumerate(lists):
-        for system in systems if len(messages) < 3 else [systems[number % 4]]:
+        for system in systems if len(messages) < 2 else [systems[number % 4]]:
             for chosen in ([], tools):
                 for more in ({}, {"add_generation_prompt": True}, {"add_generation_prompt": True, "enable_thinking": False},
                              {"add_generation_prompt": True, "enable_thinking": True}, {"enable_thinking": False}):

@@ -302,3 +302,81 @@ fn upper(letter: char) -> char {
         _ => letter,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    const BERLIN: &str = "CET-1CEST,M3.5.0,M10.5.0/3";
+
+    fn time(seconds: f64, zone: &str) -> LocalTime {
+        let time = SystemTime::UNIX_EPOCH + Duration::from_secs_f64(seconds);
+        LocalTime::of(time).unwrap().in_zone(zone).unwrap()
+    }
+
+    #[test]
+    fn times_are_those_of_a_zone() {
+        let format = "%Y-%m-%d %H:%M:%S %j %a";
+        let cases = [
+            (0.0, "UTC0", "1970-01-01 00:00:00 001 Thu"),
+            (0.0, "EST5EDT,M3.2.0,M11.1.0", "1969-12-31 19:00:00 365 Wed"),
+            (0.0, "<+0530>-5:30", "1970-01-01 05:30:00 001 Thu"),
+            // The second before the clock is put forward, and the next one.
+            (1_774_745_999.0, BERLIN, "2026-03-29 01:59:59 088 Sun"),
+            (1_774_746_000.0, BERLIN, "2026-03-29 03:00:00 088 Sun"),
+            (951_782_399.0, "UTC0", "2000-02-28 23:59:59 059 Mon"),
+            (951_782_400.0, "UTC0", "2000-02-29 00:00:00 060 Tue"),
+            (978_220_800.0, "UTC0", "2000-12-31 00:00:00 366 Sun"),
+            (4_107_542_400.0, "UTC0", "2100-03-01 00:00:00 060 Mon"),
+            (16_725_225_600.0, "UTC0", "2500-01-01 00:00:00 001 Fri"),
+        ];
+        for (seconds, zone, expected) in cases {
+            assert_eq!(time(seconds, zone).strftime(format), expected, "{seconds} {zone}");
+        }
+        assert!(time(0.0, "UTC0").in_zone("no rule").is_none());
+    }
+
+    /// Against CPython with the GNU C library.
+    #[test]
+    fn directives_are_those_of_python() {
+        // Tuesday, 3 February 2026, 04:05:06.5 in New York.
+        let time = time(1_770_109_506.5, "EST5EDT,M3.2.0,M11.1.0");
+        let cases = [
+            ("%a %A %b %B %h %p %P", "Tue Tuesday Feb February Feb AM am"),
+            ("%C %y %Y %g %G %V %U %W %u %w", "20 26 2026 26 2026 06 05 05 2 2"),
+            (
+                "%d|%e|%H|%I|%k|%l|%m|%M|%S|%j|%f",
+                "03|\u{20}3|04|04|\u{20}4|\u{20}4|02|05|06|034|500000",
+            ),
+            (
+                "%c|%D|%F|%r|%R|%T|%x|%X",
+                "Tue Feb  3 04:05:06 2026|02/03/26|2026-02-03|04:05:06 AM|04:05|04:05:06|02/03/26|04:05:06",
+            ),
+            ("%s %% %n%t|", "1770109506 % \n\t|"),
+            // The time has no zone.
+            ("[%z%Z%:z%5Z%5z]", "[     ]"),
+            ("%-d|%_d|%0e|%-5d|%_5d|%5d|%05e|%-j", "3| 3|03|    3|    3|00003|00003|34"),
+            (
+                "%^a|%#B|%#p|%^#p|%10a|%010a|%^c|%#c",
+                "TUE|FEBRUARY|am|am|       Tue|0000000Tue|TUE FEB  3 04:05:06 2026|Tue Feb  3 04:05:06 2026",
+            ),
+            ("%Od|%EY|%Ob|%5Ey|%OS|%E%", "03|2026|Feb|00026|06|%"),
+            ("%20s|%020s|%12F", "          1770109506|00000000001770109506|  2026-02-03"),
+            // No directives.
+            ("%Q %5Q %^q %Ed %OY %+d %-f %字 é% ", "%Q   %5Q %^Q %Ed %OY %+d %-f %字 é% "),
+            ("%", "%"),
+            ("%%f|%-", "%f|%-"),
+            ("", ""),
+            // What is longer than the room that Python gives it is empty.
+            ("%2047d", &format!("{:02047}", 3)),
+            ("%2048d", ""),
+            ("%99999999999999999999d", ""),
+            // The letter alone is the directive, and its digits are a width here.
+            ("%5%f|", ""),
+        ];
+        for (format, expected) in cases {
+            assert_eq!(time.strftime(format), expected, "{format}");
+        }
+    }
+}
