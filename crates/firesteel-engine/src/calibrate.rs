@@ -144,11 +144,9 @@ impl Reading<'_> {
             rest = later;
             let options = StepOptions {
                 tokens: CHUNK.min(tokens),
-                context: tokens,
                 layers: self.layers.clone(),
-                cache_layout: CacheLayoutChoice::default(),
                 logits: self.logits,
-                dtype: DType::F32,
+                ..StepOptions::decode(config, tokens)
             };
             let whole = StepSpec::new(config, &options)?;
             let mut state = KvState::new(&whole)?;

@@ -40,15 +40,10 @@ fn config(window: usize) -> ModelConfig {
 }
 
 fn spec(window: usize, context: usize, tokens: usize, layout: CacheLayoutChoice) -> StepSpec {
-    let options = StepOptions {
-        tokens,
-        context,
-        layers: 0..2,
-        cache_layout: layout,
-        logits: Logits::Last,
-        dtype: DType::F32,
-    };
-    StepSpec::new(&config(window), &options).unwrap()
+    let config = config(window);
+    let options =
+        StepOptions { tokens, cache_layout: layout, ..StepOptions::decode(&config, context) };
+    StepSpec::new(&config, &options).unwrap()
 }
 
 /// Entries `[1, KV, n, D]` that bear `value(i)` everywhere, plus 0.5 in the second head.
@@ -178,15 +173,13 @@ proptest! {
         state.seed(&history).unwrap();
         for tokens in chunks {
             if tokens > context {
+                let config = config(window);
                 let options = StepOptions {
                     tokens,
-                    context,
-                    layers: 0..2,
                     cache_layout: layout,
-                    logits: Logits::Last,
-                    dtype: DType::F32,
+                    ..StepOptions::decode(&config, context)
                 };
-                prop_assert!(StepSpec::new(&config(window), &options).is_err());
+                prop_assert!(StepSpec::new(&config, &options).is_err());
                 continue;
             }
             let step = spec(window, context, tokens, layout);

@@ -1,6 +1,6 @@
 //! Requests together: each comes out as it does alone.
 
-use firesteel_checkpoint::Checkpoint;
+use crate::support::Model;
 use firesteel_engine::{CheckpointEmbedding, CpuBatch, CpuModel, KvFormat, SequenceOptions};
 use firesteel_generate::{
     AddedTokens, Batch, Event, Finished, GenerateError, GenerateOptions, Generation, Generator,
@@ -17,58 +17,10 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
-const SPARK_TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny");
-
-struct Model {
-    checkpoint: Arc<Checkpoint>,
-    cpu: Arc<CpuModel>,
-    tokenizer: Tokenizer,
-}
-
-static MODEL: LazyLock<Model> = LazyLock::new(|| {
-    let folder = Path::new(SPARK_TINY);
-    let checkpoint = Arc::new(Checkpoint::open(folder).unwrap());
-    let cpu = CpuModel::new(Arc::clone(&checkpoint), Some(2)).unwrap();
-    Model { checkpoint, cpu, tokenizer: Tokenizer::open(folder).unwrap() }
-});
+static MODEL: LazyLock<Model> = LazyLock::new(|| Model::open(2));
 
 fn vocabulary() -> Vocabulary<'static> {
     Vocabulary::new(MODEL.checkpoint.config()).with_tokenizer(&MODEL.tokenizer)
-}
-
-/// Spark-tiny on steps of 1, 2, 3, 5, 9 and 32 tokens.
-fn step_decoder(context: usize) -> Box<dyn Decoder> {
-    let Model { checkpoint, cpu, .. } = &*MODEL;
-    let config = checkpoint.config();
-    let options = StepOptions {
-        tokens: 1,
-        context,
-        layers: 0..config.num_layers(),
-        cache_layout: CacheLayoutChoice::Ring,
-        logits: Logits::Last,
-        dtype: DType::F32,
-    };
-    let spec = StepSpec::new(config, &options).unwrap();
-    let embedding = Box::new(CheckpointEmbedding::new(Arc::clone(checkpoint)));
-    let first = Box::new(cpu.runner(spec.clone()).unwrap());
-    let mut decoder = StepDecoder::new(config, first, embedding).unwrap();
-    for tokens in [2, 3, 5, 9, 32].into_iter().filter(|tokens| *tokens <= context) {
-        let logits = if tokens == 32 { Logits::Last } else { Logits::All };
-        let spec = spec.with_tokens(tokens).unwrap().with_logits(logits).unwrap();
-        decoder = decoder.with_runner(Box::new(cpu.runner(spec).unwrap())).unwrap();
-    }
-    Box::new(decoder)
-}
-
-/// Numbers that are the same in every run.
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % bound
-    }
 }
 
 /// A request of the tests.
@@ -251,7 +203,7 @@ fn come_out_as_alone(expected: &[Generation], cases: &[Case], make: Make<'_>) {
     let mut left = 0;
     for (count, schedules) in [(1, 3), (2, 4), (5, 4), (16, 4)] {
         for schedule in 0..schedules {
-            let mut numbers = Numbers(1000 * count as u64 + schedule);
+            let mut numbers = Numbers::new(1000 * count as u64 + schedule);
             let first = numbers.below(cases.len());
             let chosen: Vec<usize> = (first..first + count).map(|n| n % cases.len()).collect();
             let some: Vec<Case> = chosen.iter().map(|number| cases[*number].clone()).collect();
@@ -302,9 +254,9 @@ fn requests_together_on_the_cpu_come_out_as_alone() {
 fn requests_that_take_turns_come_out_as_alone() {
     let cases = cases();
     let expected: Vec<Generation> =
-        cases.iter().map(|case| alone(step_decoder(case.context), case)).collect();
+        cases.iter().map(|case| alone(Box::new(MODEL.step_decoder(case.context)), case)).collect();
     come_out_as_alone(&expected, &cases, &|_| {
-        let decoder = TurnTaking::new(|context| Ok(step_decoder(context)));
+        let decoder = TurnTaking::new(|context| Ok(Box::new(MODEL.step_decoder(context))));
         (Batch::new(Box::new(decoder)), Vec::new())
     });
 }
@@ -357,94 +309,23 @@ fn sessions_in_a_batch_run_only_what_is_new() {
     }
 }
 
-/// A decoder of numbers that fails where it is told to.
-struct Failing {
-    ids: Vec<u32>,
-    pending: Vec<u32>,
-    context: usize,
-    fails_at: usize,
-}
-
+/// Ids of a vocabulary of numbers.
 const IDS: usize = 32;
 
-impl Decoder for Failing {
-    fn name(&self) -> &str {
-        "failing"
-    }
-
-    fn vocab_size(&self) -> usize {
-        IDS
-    }
-
-    fn embedding_rows(&self) -> usize {
-        IDS
-    }
-
-    fn context(&self) -> usize {
-        self.context
-    }
-
-    fn position(&self) -> usize {
-        self.ids.len()
-    }
-
-    fn cache_bytes(&self) -> usize {
-        0
-    }
-
-    fn chunk(&self, left: usize) -> usize {
-        left.min(8)
-    }
-
-    fn gives_all_logits(&self, _: usize) -> bool {
-        true
-    }
-
-    fn forward(
-        &mut self,
-        ids: &[u32],
-        wanted: Wanted,
-        logits: &mut Vec<f32>,
-    ) -> Result<(), RunnerError> {
-        logits.clear();
-        if (self.ids.len()..self.ids.len() + ids.len()).contains(&self.fails_at) {
-            let message = "it was to fail".to_owned();
-            return Err(RunnerError::Failed { runner: self.name().into(), message });
-        }
-        let rows = match wanted {
-            Wanted::Nothing => &[],
-            Wanted::Last => &ids[ids.len() - 1..],
-            Wanted::All => ids,
-        };
-        for id in rows {
-            let next = (*id as usize + 1) % IDS;
-            logits.extend((0..IDS).map(|id| if id == next { 9.0 } else { 0.0 }));
-        }
-        self.pending = ids.to_vec();
-        Ok(())
-    }
-
-    fn commit(&mut self, tokens: usize) -> Result<(), RunnerError> {
-        self.ids.extend_from_slice(&self.pending[..tokens]);
-        self.pending.clear();
-        Ok(())
-    }
-
-    fn clear(&mut self) {
-        self.ids.clear();
-        self.pending.clear();
-    }
+/// A decoder that counts on, in steps of eight.
+fn counting(fails_at: Option<usize>) -> Box<dyn Decoder> {
+    let script = |ids: &[u32]| {
+        let next = ids.last().map_or(0, |id| (*id as usize + 1) % IDS);
+        (0..IDS).map(|id| if id == next { 9.0 } else { 0.0 }).collect()
+    };
+    Box::new(ScriptedDecoder { chunk: 8, fails_at, ..ScriptedDecoder::new(IDS, 100, script) })
 }
 
 /// Requests without text, on decoders of 100 tokens, those after the first failing at some position.
-fn numbers(fails_at: &[usize]) -> (Batch<'static>, Vec<SequenceId>, Vocabulary<'static>) {
+fn numbers(fails_at: &[Option<usize>]) -> (Batch<'static>, Vec<SequenceId>, Vocabulary<'static>) {
     let count = fails_at.len();
     let mut fails_at = VecDeque::from(fails_at.to_vec());
-    let mut decoder = TurnTaking::new(move |_| {
-        let fails_at = fails_at.pop_front().unwrap_or(usize::MAX);
-        let (ids, pending) = (Vec::new(), Vec::new());
-        Ok(Box::new(Failing { ids, pending, context: 100, fails_at }))
-    });
+    let mut decoder = TurnTaking::new(move |_| Ok(counting(fails_at.pop_front().flatten())));
     let sequences = (0..count).map(|_| decoder.add(100).unwrap()).collect();
     let config = firesteel_checkpoint::ModelConfig {
         vocab_size: IDS,
@@ -456,8 +337,8 @@ fn numbers(fails_at: &[usize]) -> (Batch<'static>, Vec<SequenceId>, Vocabulary<'
 
 #[test]
 fn a_request_that_fails_ends_no_other() {
-    const NEVER: usize = usize::MAX;
-    let (mut batch, sequences, vocabulary) = numbers(&[NEVER, 3, NEVER, 17, 50]);
+    let fails_at = [None, Some(3), None, Some(17), Some(50)];
+    let (mut batch, sequences, vocabulary) = numbers(&fails_at);
     let options = GenerateOptions { max_tokens: Some(40), ..GenerateOptions::default() };
     for sequence in &sequences {
         let request = Request::new(&vocabulary, &[4; 10], &options).unwrap();
@@ -503,7 +384,7 @@ fn a_request_that_fails_ends_no_other() {
 
 #[test]
 fn a_pass_is_bounded_and_nobody_waits_for_long() {
-    let (batch, sequences, vocabulary) = numbers(&[usize::MAX; 10]);
+    let (batch, sequences, vocabulary) = numbers(&[None; 10]);
     let mut batch = batch.with_rows(4);
     let start = |batch: &mut Batch<'static>, index: usize, prompt: usize, tokens: usize| {
         let options = GenerateOptions { max_tokens: Some(tokens), ..GenerateOptions::default() };

@@ -8,10 +8,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::path::Path;
 
-const SPARK: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny");
-
 fn spark() -> (ChatTemplate, Tokenizer) {
-    let folder = Path::new(SPARK);
+    let folder = &spark_tiny_path();
     (ChatTemplate::open(folder).unwrap(), Tokenizer::open(folder).unwrap())
 }
 
@@ -53,7 +51,7 @@ fn user(text: &str) -> Conversation {
 /// A folder with spark-tiny's tokenizer_config.json, with `change` made to it.
 fn folder_with_config(change: impl FnOnce(&mut Value)) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let text = fs_err::read_to_string(Path::new(SPARK).join("tokenizer_config.json")).unwrap();
+    let text = fs_err::read_to_string(spark_tiny_path().join("tokenizer_config.json")).unwrap();
     let mut config: Value = serde_json::from_str(&text).unwrap();
     change(&mut config);
     fs_err::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
@@ -205,7 +203,7 @@ fn plain_prompts_contain_no_added_token() {
 fn a_word_that_is_an_added_token_stays_text() {
     // A model that looks whole words up finds `<Bot>` as a word when nothing splits it.
     let folder = folder_with_config(|_| ());
-    let text = fs_err::read_to_string(Path::new(SPARK).join("tokenizer.json")).unwrap();
+    let text = fs_err::read_to_string(spark_tiny_path().join("tokenizer.json")).unwrap();
     let mut json: Value = serde_json::from_str(&text).unwrap();
     json["model"]["ignore_merges"] = true.into();
     json["pre_tokenizer"] = json!({
@@ -442,7 +440,7 @@ fn unusable_tokenizers_are_refused() {
     assert!(error().contains("FILE"), "{}", error());
     fs_err::write(&path, "{").unwrap();
     assert!(error().starts_with("FILE: "), "{}", error());
-    let text = fs_err::read_to_string(Path::new(SPARK).join("tokenizer.json")).unwrap();
+    let text = fs_err::read_to_string(spark_tiny_path().join("tokenizer.json")).unwrap();
     let mut json: Value = serde_json::from_str(&text).unwrap();
     json["decoder"] = Value::Null;
     fs_err::write(&path, json.to_string()).unwrap();

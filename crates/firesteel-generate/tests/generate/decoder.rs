@@ -10,8 +10,6 @@ use firesteel_tensor::DType;
 use std::path::Path;
 use std::sync::Arc;
 
-const SPARK_TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny");
-
 /// Entries in the ring of a sliding layer of spark-tiny.
 const RING: usize = 63;
 
@@ -23,7 +21,7 @@ struct Model {
 
 impl Model {
     fn open() -> Self {
-        let checkpoint = Arc::new(Checkpoint::open(Path::new(SPARK_TINY)).unwrap());
+        let checkpoint = Arc::new(Checkpoint::open(&spark_tiny_path()).unwrap());
         let engine = Engine::new(Arc::clone(&checkpoint), EngineOptions::default());
         let cpu = CpuModel::new(Arc::clone(&checkpoint), Some(1)).unwrap();
         Self { checkpoint, engine, cpu }
@@ -44,14 +42,7 @@ impl Model {
         lengths: &[usize],
     ) -> StepDecoder<'_> {
         let config = self.checkpoint.config();
-        let options = StepOptions {
-            tokens: 1,
-            context: 300,
-            layers: 0..config.num_layers(),
-            cache_layout,
-            logits: Logits::Last,
-            dtype: DType::F32,
-        };
+        let options = StepOptions { cache_layout, ..StepOptions::decode(config, 300) };
         let spec = StepSpec::new(config, &options).unwrap();
         let embedding = CheckpointEmbedding::new(Arc::clone(&self.checkpoint));
         let first = self.runner(name, spec.clone());

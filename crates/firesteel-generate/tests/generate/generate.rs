@@ -40,10 +40,9 @@ fn config() -> ModelConfig {
 }
 
 fn spec(tokens: usize, context: usize, logits: Logits) -> StepSpec {
-    let cache_layout = CacheLayoutChoice::Auto;
-    let options =
-        StepOptions { tokens, context, layers: 0..2, cache_layout, logits, dtype: DType::F32 };
-    StepSpec::new(&config(), &options).unwrap()
+    let config = config();
+    let options = StepOptions { tokens, logits, ..StepOptions::decode(&config, context) };
+    StepSpec::new(&config, &options).unwrap()
 }
 
 /// The id in the first column, so that a runner can read which ids it was given.
@@ -112,8 +111,7 @@ impl Runner for Scripted {
 }
 
 fn tokenizer() -> Tokenizer {
-    Tokenizer::open(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny")))
-        .unwrap()
+    Tokenizer::open(&spark_tiny_path()).unwrap()
 }
 
 /// A generator on a runner, and on a second one for the prompt.
@@ -519,14 +517,7 @@ fn runners_that_do_not_fit_are_refused() {
         refused(spec(1, 8, Logits::Hidden)),
         "runner scripted: the output is the hidden state, but generation needs logits"
     );
-    let one_layer = StepOptions {
-        tokens: 1,
-        context: 8,
-        layers: 1..2,
-        cache_layout: CacheLayoutChoice::Auto,
-        logits: Logits::Last,
-        dtype: DType::F32,
-    };
+    let one_layer = StepOptions { layers: 1..2, ..StepOptions::decode(&config(), 8) };
     assert_eq!(
         refused(StepSpec::new(&config(), &one_layer).unwrap()),
         "runner scripted: the range of layers is 1..2, but generation needs 0..2"

@@ -10,17 +10,14 @@ use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-const SPARK: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny");
-const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/llamacpp");
-
 static METADATA: LazyLock<GgufTokenizer> =
     LazyLock::new(|| Checkpoint::open(&gguf_path()).unwrap().gguf_tokenizer().unwrap().unwrap());
-static FOLDER: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::open(Path::new(SPARK)).unwrap());
+static FOLDER: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::open(&spark_tiny_path()).unwrap());
 static GGUF: LazyLock<Tokenizer> =
     LazyLock::new(|| Tokenizer::from_gguf(&METADATA, &gguf_path()).unwrap());
 
 fn gguf_path() -> PathBuf {
-    Path::new(GOLDEN).join("spark-tiny-f16.gguf")
+    golden_path("llamacpp/spark-tiny-f16.gguf")
 }
 
 #[derive(Deserialize)]
@@ -183,7 +180,7 @@ fn conversations_encode_to_the_golden_ids() {
     }
     let rendered: Vec<RenderedCase> =
         serde_json::from_str(include_str!("../data/rendered.json")).unwrap();
-    let folder = ChatTemplate::open(Path::new(SPARK)).unwrap();
+    let folder = ChatTemplate::open(&spark_tiny_path()).unwrap();
     for case in rendered.iter().filter(|case| case.template.is_none()) {
         assert_eq!(template.render(&case.conversation).unwrap(), case.text);
         let expected = folder.encode(&case.conversation, &FOLDER).unwrap();

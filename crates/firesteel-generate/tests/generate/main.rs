@@ -9,4 +9,5 @@ mod decoder;
 mod generate;
 mod gguf;
 mod session;
+mod support;
 mod template_limits;

@@ -1,6 +1,6 @@
 //! Prompt cache and prompt lookup: neither changes what is generated.
 
-use firesteel_checkpoint::Checkpoint;
+use crate::support::Model;
 use firesteel_engine::{CheckpointEmbedding, CpuModel, KvFormat, SequenceOptions};
 use firesteel_generate::{
     AddedTokens, Answer, AnswerOptions, ChatTemplate, Conversation, Event, GenerateOptions,
@@ -16,46 +16,13 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
-const SPARK_TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/spark-tiny");
+static MODEL: LazyLock<Model> = LazyLock::new(|| Model::open(1));
 
-/// Keys that a sliding layer of spark-tiny sees.
-const WINDOW: usize = 64;
-
-struct Model {
-    checkpoint: Arc<Checkpoint>,
-    cpu: Arc<CpuModel>,
-    tokenizer: Tokenizer,
-}
-
-static MODEL: LazyLock<Model> = LazyLock::new(|| {
-    let folder = Path::new(SPARK_TINY);
-    let checkpoint = Arc::new(Checkpoint::open(folder).unwrap());
-    let cpu = CpuModel::new(Arc::clone(&checkpoint), Some(1)).unwrap();
-    Model { checkpoint, cpu, tokenizer: Tokenizer::open(folder).unwrap() }
-});
-
-/// Spark-tiny on the CPU's kernels, with steps of 1, 2, 3, 5, 9 and 32 tokens.
+/// Steps of the trained model.
 fn generator() -> Generator<'static> {
-    let Model { checkpoint, cpu, tokenizer } = &*MODEL;
-    let config = checkpoint.config();
-    let options = StepOptions {
-        tokens: 1,
-        context: 1024,
-        layers: 0..config.num_layers(),
-        cache_layout: CacheLayoutChoice::Ring,
-        logits: Logits::Last,
-        dtype: DType::F32,
-    };
-    let spec = StepSpec::new(config, &options).unwrap();
-    let embedding = Box::new(CheckpointEmbedding::new(Arc::clone(checkpoint)));
-    let first = Box::new(cpu.runner(spec.clone()).unwrap());
-    let mut decoder = StepDecoder::new(config, first, embedding).unwrap();
-    for tokens in [2, 3, 5, 9, 32] {
-        let logits = if tokens == 32 { Logits::Last } else { Logits::All };
-        let spec = spec.with_tokens(tokens).unwrap().with_logits(logits).unwrap();
-        decoder = decoder.with_runner(Box::new(cpu.runner(spec).unwrap())).unwrap();
-    }
-    Generator::new(config, Box::new(decoder)).unwrap().with_tokenizer(tokenizer)
+    let decoder = Box::new(MODEL.step_decoder(1024));
+    let generator = Generator::new(MODEL.checkpoint.config(), decoder).unwrap();
+    generator.with_tokenizer(&MODEL.tokenizer)
 }
 
 fn go(_: Event<'_>) -> ControlFlow<()> {
@@ -80,7 +47,7 @@ fn chat(
     options: &GenerateOptions,
     keeps_thoughts: bool,
 ) -> Vec<(Vec<u32>, Generation)> {
-    let template = ChatTemplate::open(Path::new(SPARK_TINY)).unwrap();
+    let template = ChatTemplate::open(&spark_tiny_path()).unwrap();
     let mut conversation = Conversation { add_generation_prompt: true, ..Default::default() };
     let syntax = Syntax::of(MODEL.checkpoint.config().family.model_type()).unwrap();
     let mut turns = Vec::new();
@@ -305,99 +272,20 @@ fn prompt_lookup_changes_nothing_but_the_steps() {
     assert!(accepted.iter().all(|&accepted| accepted > 0), "{accepted:?}");
 }
 
-/// A decoder whose logits are a function of the last two tokens, so that it often repeats itself.
-struct Scripted {
-    salt: u64,
-    context: usize,
-    /// Longest forward with all logits.
-    most: usize,
-    ids: Vec<u32>,
-    pending: Vec<u32>,
-}
-
 const IDS: usize = 24;
 
-impl Scripted {
-    fn logits(&self, ids: &[u32]) -> impl Iterator<Item = f32> {
-        let last = ids.iter().rev().take(2).fold(self.salt, |hash, &id| {
-            (hash ^ u64::from(id)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
-        });
-        (0..IDS as u64).map(move |id| {
-            let hash =
-                (last ^ id.wrapping_mul(0xd6e8_feb8_6659_fd93)).wrapping_mul(0xa24b_aed4_963e_e407);
-            // Few likely ids, so that a sampled one is likely to come again.
-            ((hash >> 40) as f32 / (1 << 24) as f32).powi(4) * 9.0
-        })
-    }
-}
-
-impl Decoder for Scripted {
-    fn name(&self) -> &str {
-        "scripted"
-    }
-
-    fn vocab_size(&self) -> usize {
-        IDS
-    }
-
-    fn embedding_rows(&self) -> usize {
-        IDS
-    }
-
-    fn context(&self) -> usize {
-        self.context
-    }
-
-    fn position(&self) -> usize {
-        self.ids.len()
-    }
-
-    fn cache_bytes(&self) -> usize {
-        0
-    }
-
-    fn chunk(&self, left: usize) -> usize {
-        left.min(5)
-    }
-
-    fn gives_all_logits(&self, tokens: usize) -> bool {
-        tokens <= self.most
-    }
-
-    fn forward(
-        &mut self,
-        ids: &[u32],
-        wanted: Wanted,
-        logits: &mut Vec<f32>,
-    ) -> Result<(), RunnerError> {
-        assert!(!ids.is_empty() && self.ids.len() + ids.len() <= self.context);
-        logits.clear();
-        let all = [self.ids.as_slice(), ids].concat();
-        let rows = match wanted {
-            Wanted::Nothing => 0,
-            Wanted::Last => 1,
-            Wanted::All => {
-                assert!(self.gives_all_logits(ids.len()));
-                ids.len()
-            }
-        };
-        for end in all.len() - rows + 1..=all.len() {
-            logits.extend(self.logits(&all[..end]));
-        }
-        self.pending = ids.to_vec();
-        Ok(())
-    }
-
-    fn commit(&mut self, tokens: usize) -> Result<(), RunnerError> {
-        let pending = std::mem::take(&mut self.pending);
-        assert!(tokens <= pending.len());
-        self.ids.extend_from_slice(&pending[..tokens]);
-        Ok(())
-    }
-
-    fn clear(&mut self) {
-        self.ids.clear();
-    }
+/// Logits that are a function of the last two tokens, so that the text often repeats itself.
+fn repetitive(salt: u64, ids: &[u32]) -> Vec<f32> {
+    let last = ids.iter().rev().take(2).fold(salt, |hash, &id| {
+        (hash ^ u64::from(id)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
+    });
+    let logit = |id: u64| {
+        let hash =
+            (last ^ id.wrapping_mul(0xd6e8_feb8_6659_fd93)).wrapping_mul(0xa24b_aed4_963e_e407);
+        // Few likely ids, so that a sampled one is likely to come again.
+        ((hash >> 40) as f32 / (1 << 24) as f32).powi(4) * 9.0
+    };
+    (0..IDS as u64).map(logit).collect()
 }
 
 fn sampling() -> impl Strategy<Value = SamplingOptions> {
@@ -447,8 +335,9 @@ proptest! {
         config.vocab_size = IDS;
         config.eos_token_ids = vec![3];
         let run = |prompt_lookup| {
-            let decoder =
-                Scripted { salt, context, most, ids: Vec::new(), pending: Vec::new() };
+            let script = move |ids: &[u32]| repetitive(salt, ids);
+            let decoder = ScriptedDecoder::new(IDS, context, script);
+            let decoder = ScriptedDecoder { chunk: 5, most_logits: most, ..decoder };
             let mut generator = Generator::new(&config, Box::new(decoder)).unwrap();
             let options = GenerateOptions {
                 max_tokens,
