@@ -103,7 +103,8 @@ impl fmt::Display for WeightFormat {
 }
 
 /// One block as it lies in a file.
-pub(crate) trait Block: Pod {
+pub trait Block: Pod {
+    /// Elements of a block.
     const ELEMENTS: usize;
     /// Writes the values of the `ELEMENTS` elements.
     fn read(&self, values: &mut [f32]);
@@ -116,7 +117,7 @@ pub(crate) const MAX_BLOCK_ELEMENTS: usize = 256;
 ///
 /// # Errors
 /// When `bytes` are no whole blocks or have not all of the elements.
-pub(crate) fn dequantize(
+pub fn dequantize(
     format: WeightFormat,
     bytes: &[u8],
     first: usize,
@@ -175,11 +176,14 @@ fn half(bytes: [u8; 2]) -> f32 {
     f16::from_le_bytes(bytes).to_f32()
 }
 
+/// A block of [`WeightFormat::Q4_0`].
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-pub(crate) struct BlockQ4_0 {
-    pub(crate) d: [u8; 2],
-    pub(crate) nibbles: [u8; 16],
+pub struct BlockQ4_0 {
+    /// Scale, in half precision.
+    pub d: [u8; 2],
+    /// Codes of four bits.
+    pub nibbles: [u8; 16],
 }
 
 impl Block for BlockQ4_0 {
@@ -216,11 +220,14 @@ impl Block for BlockQ4_1 {
     }
 }
 
+/// A block of [`WeightFormat::Q8_0`].
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-pub(crate) struct BlockQ8_0 {
-    pub(crate) d: [u8; 2],
-    pub(crate) codes: [i8; 32],
+pub struct BlockQ8_0 {
+    /// Scale, in half precision.
+    pub d: [u8; 2],
+    /// Codes.
+    pub codes: [i8; 32],
 }
 
 impl Block for BlockQ8_0 {
@@ -234,13 +241,18 @@ impl Block for BlockQ8_0 {
     }
 }
 
+/// A block of [`WeightFormat::Q4K`].
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-pub(crate) struct BlockQ4K {
-    pub(crate) d: [u8; 2],
-    pub(crate) dmin: [u8; 2],
-    pub(crate) scales: [u8; 12],
-    pub(crate) nibbles: [u8; 128],
+pub struct BlockQ4K {
+    /// Scale, in half precision.
+    pub d: [u8; 2],
+    /// Scale of the offsets, in half precision.
+    pub dmin: [u8; 2],
+    /// Scales and offsets of the sub-blocks.
+    pub scales: [u8; 12],
+    /// Codes of four bits.
+    pub nibbles: [u8; 128],
 }
 
 impl Block for BlockQ4K {
@@ -303,13 +315,18 @@ fn unpack_scales(bytes: &[u8; 12]) -> [(u8, u8); 8] {
     })
 }
 
+/// A block of [`WeightFormat::Q6K`].
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-pub(crate) struct BlockQ6K {
-    pub(crate) low: [u8; 128],
-    pub(crate) high: [u8; 64],
-    pub(crate) scales: [i8; 16],
-    pub(crate) d: [u8; 2],
+pub struct BlockQ6K {
+    /// The four low bits of the codes.
+    pub low: [u8; 128],
+    /// The two high bits of the codes.
+    pub high: [u8; 64],
+    /// Scales of the sub-blocks.
+    pub scales: [i8; 16],
+    /// Scale, in half precision.
+    pub d: [u8; 2],
 }
 
 impl Block for BlockQ6K {

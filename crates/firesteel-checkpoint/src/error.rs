@@ -201,24 +201,13 @@ pub enum CheckpointError {
     },
     /// A weight cannot be written in a format.
     #[error("{tensor}: cannot be written as {format}: {reason}")]
-    Quantize {
+    Format {
         /// The weight.
         tensor: String,
         /// The format.
         format: WeightFormat,
         /// What is wrong and the way out.
         reason: String,
-    },
-    /// The smallest formats need more bits than there are.
-    #[error(
-        "{bits} bits for each weight are too few: the formats asked for need {least:.3}; accepted: \
-         that many or more"
-    )]
-    Budget {
-        /// Bits asked for.
-        bits: f64,
-        /// Bits needed.
-        least: f64,
     },
     /// A weight that is to replace another has no counterpart.
     #[error(

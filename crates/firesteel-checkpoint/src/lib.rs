@@ -8,10 +8,9 @@
 //! Every file is treated as hostile: nothing is allocated by a number that a file contains, names
 //! of files are never followed out of the folder, and what is not understood is refused by name.
 
-mod blocks;
+pub mod blocks;
 mod cache;
 mod checkpoint;
-mod climb;
 mod config;
 mod error;
 mod family;
@@ -20,7 +19,6 @@ mod gguf;
 mod json;
 mod map;
 mod mistaken;
-mod quantize;
 mod random;
 mod safetensors;
 mod staged;
@@ -30,7 +28,6 @@ mod write;
 pub use blocks::WeightFormat;
 pub use cache::{cache_root, cache_root_of};
 pub use checkpoint::{Checkpoint, CheckpointFile, Head, LayerWeights};
-pub use climb::{Goal, Rung, climb};
 pub use config::{LayerKind, ModelConfig, Rope, Yarn};
 pub use error::CheckpointError;
 pub use family::{
@@ -38,8 +35,8 @@ pub use family::{
     Slot, SlotKind, SlotSpec, preset, presets,
 };
 pub use gguf::{
-    Effects, Formats, Gguf, GgufArray, GgufOptions, GgufReport, GgufTensor, GgufTokenizer,
-    GgufValue, Importance, QuantizedTensor, Raised, allocate, can_raise, write_gguf,
+    EncodeRows, Gguf, GgufArray, GgufEntry, GgufLayout, GgufRows, GgufTensor, GgufTokenizer,
+    GgufValue, GgufWritten, write_gguf,
 };
 pub use map::{FileIdentity, MappedFile, watch_lost_pages};
 pub use mistaken::mistaken_file;

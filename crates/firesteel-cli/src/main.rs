@@ -5,6 +5,7 @@ mod kit;
 mod printer;
 mod progress;
 mod source;
+mod texts;
 
 use clap::{Parser, Subcommand};
 use printer::Printer;
@@ -25,7 +26,7 @@ enum Command {
     Synth(commands::synth::Synth),
     Export(commands::export::Export),
     Calibrate(commands::calibrate::Calibrate),
-    Quantize(Box<commands::quantize::Quantize>),
+    Quantize(commands::quantize::Quantize),
     Compile(commands::compile::Compile),
     Check(commands::check::Check),
     Profile(commands::profile::Profile),

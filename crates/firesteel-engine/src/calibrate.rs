@@ -3,10 +3,7 @@
 use crate::engine::Observer;
 use crate::{CheckpointEmbedding, Engine, EngineError, EngineOptions};
 use firesteel_checkpoint::{Checkpoint, Feeds, Half, Head, SlotKind, Weight};
-use firesteel_step::{
-    CacheLayoutChoice, Embedding, KvState, Logits, Role, StepOptions, StepOutputs, StepSpec,
-};
-use firesteel_tensor::DType;
+use firesteel_step::{Embedding, KvState, Logits, Role, StepOptions, StepOutputs, StepSpec};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;

@@ -6,7 +6,9 @@
 //! compiler keeps as one op. [`compare`] shows what became of every value.
 
 mod calibrate;
+mod climb;
 mod compare;
+pub mod gguf;
 mod names;
 mod observe;
 mod plan;
@@ -24,6 +26,7 @@ pub use ranges::{ChannelPeak, RANGES_VERSION, Ranges, TensorRange, TextHash};
 pub use rewrite::{Quantized, RangeSource, quantize, stored_matrices};
 
 use firesteel_artifact::ArtifactError;
+use firesteel_checkpoint::CheckpointError;
 use firesteel_export::ExportError;
 use firesteel_graph::GraphError;
 use firesteel_step::{RunnerError, StepError};
@@ -88,6 +91,17 @@ pub enum QuantizeError {
         /// Why.
         source: Box<weights::WeightError>,
     },
+    /// The smallest formats need more bits than there are.
+    #[error(
+        "{bits} bits for each weight are too few: the formats asked for need {least:.3}; accepted: \
+         that many or more"
+    )]
+    Budget {
+        /// Bits asked for.
+        bits: f64,
+        /// Bits needed.
+        least: f64,
+    },
     /// The plan and the graph have other matrices.
     #[error("{name}: {problem}")]
     Plan {
@@ -96,6 +110,9 @@ pub enum QuantizeError {
         /// What differs.
         problem: String,
     },
+    /// The checkpoint cannot be read, or the file not be written.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The graph does not fit together.
     #[error(transparent)]
     Evaluate(#[from] GraphError),

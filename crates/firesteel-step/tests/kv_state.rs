@@ -5,10 +5,9 @@
 
 use firesteel_checkpoint::{Family, LayerKind, ModelConfig, Rope};
 use firesteel_step::{
-    CacheLayoutChoice, KvState, Logits, Role, StepError, StepOptions, StepOutputs, StepSpec,
-    kv_bytes,
+    CacheLayoutChoice, KvState, Role, StepError, StepOptions, StepOutputs, StepSpec, kv_bytes,
 };
-use firesteel_tensor::{DType, Tensor, TensorView};
+use firesteel_tensor::{Tensor, TensorView};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

@@ -29,6 +29,8 @@ pub fn values(outputs: &StepOutputs, spec: &StepSpec, role: Role) -> Vec<f32> {
     outputs.get(spec, role).unwrap().view().to_f32().unwrap().into_owned()
 }
 
+type Script<'s> = Box<dyn Fn(&[u32]) -> Vec<f32> + 's>;
+
 /// A decoder without a model: the logits behind a token are a function of the tokens up to it.
 pub struct ScriptedDecoder<'s> {
     /// Name in errors and reports.
@@ -45,7 +47,7 @@ pub struct ScriptedDecoder<'s> {
     pub asked: Vec<Wanted>,
     vocabulary: usize,
     context: usize,
-    script: Box<dyn Fn(&[u32]) -> Vec<f32> + 's>,
+    script: Script<'s>,
     ids: Vec<u32>,
     pending: Vec<u32>,
 }

@@ -6,16 +6,14 @@
 //! with the file. Stricter than the format: counts and names are bounded, keys and tensors appear
 //! once, data may not overlap, and arrays of arrays are not read.
 
-mod allocate;
 mod config;
 mod sampling;
 mod tokenizer;
 mod write;
 
-pub use allocate::{Effects, Raised, allocate, can_raise};
 pub(crate) use config::read_config;
 pub use tokenizer::GgufTokenizer;
-pub use write::{Formats, GgufOptions, GgufReport, Importance, QuantizedTensor, write_gguf};
+pub use write::{EncodeRows, GgufEntry, GgufLayout, GgufRows, GgufWritten, write_gguf};
 
 use crate::json::shorten;
 use crate::mistaken::mistaken_file;

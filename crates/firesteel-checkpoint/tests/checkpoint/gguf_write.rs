@@ -3,9 +3,9 @@
 use crate::common::gguf::{GgufFile, string_value, strings_value, u32_value};
 use crate::common::{Failures, GOLDEN, Model, SPARK_TINY, Stored, all_values, values, weights};
 use firesteel_checkpoint::{
-    Checkpoint, Gguf, GgufOptions, GgufReport, GgufTokenizer, GgufValue, Head, RandomWeights, Slot,
-    WeightFormat, allocate, can_raise, preset, write_gguf,
+    Checkpoint, Gguf, GgufTokenizer, GgufValue, Head, RandomWeights, Slot, WeightFormat, preset,
 };
+use firesteel_quantize::gguf::{GgufOptions, GgufReport, allocate, can_raise, quantize_gguf};
 use firesteel_tensor::DType;
 use half::f16;
 use safetensors::Dtype;
@@ -33,14 +33,14 @@ fn spark_tiny() -> Checkpoint {
 fn written(checkpoint: &Checkpoint, options: GgufOptions<'_>) -> (TempDir, Checkpoint, GgufReport) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a/model.gguf");
-    let report = write_gguf(checkpoint, options, &path, &|_, _| {}).unwrap();
+    let report = quantize_gguf(checkpoint, options, &path, &|_, _| {}).unwrap();
     let opened = Checkpoint::open(&path).unwrap();
     (dir, opened, report)
 }
 
 fn error(checkpoint: &Checkpoint, options: GgufOptions<'_>) -> Result<(), String> {
     let dir = tempfile::tempdir().unwrap();
-    let result = write_gguf(checkpoint, options, &dir.path().join("model.gguf"), &|_, _| {});
+    let result = quantize_gguf(checkpoint, options, &dir.path().join("model.gguf"), &|_, _| {});
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), usize::from(result.is_ok()));
     result.map(drop).map_err(|e| e.to_string())
 }
@@ -439,7 +439,7 @@ fn advice_on_sampling_is_that_of_the_folder() {
         let file = dir.path().join("model.gguf");
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         let options = GgufOptions { replace: true, ..GgufOptions::new(F32) };
-        write_gguf(&checkpoint, options, &file, &|_, _| {}).map_err(|e| e.to_string())?;
+        quantize_gguf(&checkpoint, options, &file, &|_, _| {}).map_err(|e| e.to_string())?;
         Ok::<_, String>(Checkpoint::open(&file).unwrap())
     };
     let advice = |checkpoint: &Checkpoint| -> Vec<(String, String)> {
@@ -547,7 +547,7 @@ fn existing_files_are_replaced_only_when_asked_and_of_the_kind() {
     let path = dir.path().join("a/model.gguf");
     let again = |replace| {
         let options = GgufOptions { replace, ..GgufOptions::new(WeightFormat::Q8_0) };
-        write_gguf(&spark_tiny(), options, &path, &|_, _| {}).map_err(|e| e.to_string())
+        quantize_gguf(&spark_tiny(), options, &path, &|_, _| {}).map_err(|e| e.to_string())
     };
     assert!(again(false).unwrap_err().ends_with("exists already; choose another name"));
     let report = again(true).unwrap();
@@ -561,7 +561,7 @@ fn existing_files_are_replaced_only_when_asked_and_of_the_kind() {
 fn progress_ends_at_the_size_of_the_tensors() {
     let dir = tempfile::tempdir().unwrap();
     let seen = std::sync::Mutex::new(Vec::new());
-    let report = write_gguf(
+    let report = quantize_gguf(
         &spark_tiny(),
         GgufOptions::new(WeightFormat::Q8_0),
         &dir.path().join("model.gguf"),

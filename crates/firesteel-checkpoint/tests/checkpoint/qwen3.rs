@@ -6,9 +6,9 @@ use crate::common::gguf::{
 };
 use crate::common::{Failures, all_values, bytes_as, object, parse, weights};
 use firesteel_checkpoint::{
-    Checkpoint, GgufOptions, Head, LayerKind, ModelConfig, RandomWeights, Rope, WeightFormat, Yarn,
-    write_gguf,
+    Checkpoint, Head, LayerKind, ModelConfig, RandomWeights, Rope, WeightFormat, Yarn,
 };
+use firesteel_quantize::gguf::{GgufOptions, quantize_gguf};
 use firesteel_tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -813,7 +813,7 @@ fn yarn_goes_through_a_gguf_file() {
     let write = |json: &Value, name: &str| {
         let (checkpoint, path) = (random(json), dir.path().join(name));
         let options = GgufOptions::new(WeightFormat::Float(DType::F32));
-        let report = write_gguf(&checkpoint, options, &path, &|_, _| {}).unwrap();
+        let report = quantize_gguf(&checkpoint, options, &path, &|_, _| {}).unwrap();
         (checkpoint, Checkpoint::open(&path).unwrap(), report.warnings)
     };
     let (exact, read, warnings) = write(&json, "card.gguf");

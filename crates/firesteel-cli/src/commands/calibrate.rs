@@ -2,13 +2,15 @@ use super::check::Spread;
 use super::export::{GeluForm, layer_range};
 use crate::printer::{Printer, table};
 use crate::progress::Progress;
-use crate::source::{Source, chat_ids, text_ids};
+use crate::source::{self};
+use crate::texts::{chat_ids, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{checkpoint_hashes, sha256};
 use firesteel_checkpoint::{Checkpoint, StagedFile};
 use firesteel_export::{Dialect, ExportOptions, Precision, build};
 use firesteel_generate::AddedTokens;
+use firesteel_model::Model;
 use firesteel_quantize::weights::{ColumnSizes, Importance, column_sizes, with_columns};
 use firesteel_quantize::{Calibrator, Method, QuantizeError, Ranges, TensorRange, TextHash};
 use firesteel_step::{CacheLayoutChoice, Logits, StepSpec};
@@ -22,7 +24,7 @@ use std::process::ExitCode;
 ///
 /// The step's graph runs over the text on the evaluator, from empty caches to full ones and past
 /// the sliding window. Before that the columns of a checkpoint's matrices are sized by way of the
-/// norms for what they meet in a part of the text. `quantize --scheme` takes the file that is written.
+/// norms for what they meet in a part of the text. `quantize graph` takes the file that is written.
 #[derive(Debug, Args)]
 pub(crate) struct Calibrate {
     /// Checkpoint, or an artifact in the qnn dialect
@@ -136,7 +138,7 @@ struct Outlier {
 
 impl Calibrate {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let source = Source::open(&self.checkpoint, printer)?;
+        let source = source::open(&self.checkpoint, printer)?;
         let config = source.config()?;
         let Some(embedding) = source.embedding()? else {
             bail!("the artifact has no embedding table; calibrate its checkpoint");
@@ -147,8 +149,8 @@ impl Calibrate {
             bail!("--tokens and --samples: 1 or more is accepted");
         }
         let (length, chunk) = match &source {
-            Source::Checkpoint(_) => (wanted, CHUNK.min(wanted)),
-            Source::Artifact(artifact) => {
+            Model::Checkpoint(_) => (wanted, CHUNK.min(wanted)),
+            Model::Artifact(artifact) => {
                 let (spec, options) = (&artifact.manifest().step, &artifact.manifest().options);
                 if options.dialect != Dialect::Qnn || artifact.manifest().graphs.len() > 1 {
                     bail!(
@@ -173,14 +175,14 @@ impl Calibrate {
                 let whole = wanted.min(spec.context) / spec.tokens * spec.tokens;
                 (whole.max(spec.tokens), spec.tokens)
             }
-            Source::Compiled(_) => bail!("it is compiled already; calibrate its checkpoint"),
+            Model::Compiled(_) => bail!("it is compiled already; calibrate its checkpoint"),
         };
         let sequences = self.sequences(&source, length, config.vocab_size)?;
         let sequences: Vec<&[u32]> = sequences
             .iter()
             .map(|ids| match &source {
-                Source::Checkpoint(_) => ids.as_slice(),
-                Source::Artifact(_) | Source::Compiled(_) => &ids[..ids.len() / chunk * chunk],
+                Model::Checkpoint(_) => ids.as_slice(),
+                Model::Artifact(_) | Model::Compiled(_) => &ids[..ids.len() / chunk * chunk],
             })
             .filter(|ids| !ids.is_empty())
             .collect();
@@ -197,7 +199,7 @@ impl Calibrate {
             bail!("--context {context}: sequences have up to {longest} tokens");
         }
         let make = |model: Option<&Checkpoint>, tokens: usize| match &source {
-            Source::Checkpoint(checkpoint) => {
+            Model::Checkpoint(checkpoint) => {
                 let layers = layer_range(&self.layers, checkpoint.config());
                 let layers = layers.map_err(|error| option("--layers", &self.layers, &error))?;
                 if layers.start > 0 {
@@ -219,22 +221,22 @@ impl Calibrate {
                 let built = build(model.unwrap_or(checkpoint), &options)?;
                 Ok((built.graph, built.spec))
             }
-            Source::Artifact(artifact) => {
+            Model::Artifact(artifact) => {
                 let entry = artifact.manifest().graphs.first();
                 let entry = entry.ok_or_else(|| option("ARTIFACT", "", &"names no graph"))?;
                 let spec: StepSpec = artifact.step_spec(false);
                 Ok((artifact.read_graph(entry)?, spec))
             }
-            Source::Compiled(_) => Err(option("ARTIFACT", "", &"is compiled already")),
+            Model::Compiled(_) => Err(option("ARTIFACT", "", &"is compiled already")),
         };
         let gelu = match &source {
-            Source::Artifact(artifact) => artifact.manifest().options.gelu,
-            Source::Checkpoint(_) | Source::Compiled(_) => self.gelu.gelu(),
+            Model::Artifact(artifact) => artifact.manifest().options.gelu,
+            Model::Checkpoint(_) | Model::Compiled(_) => self.gelu.gelu(),
         };
         let staged = self.stage()?;
-        // What quantize --scheme quantizes.
+        // What quantize graph quantizes.
         let (mut columns, mut model) = (ColumnSizes::new(), None);
-        if let (Source::Checkpoint(checkpoint), false) = (&source, self.plain) {
+        if let (Model::Checkpoint(checkpoint), false) = (&source, self.plain) {
             let make = |tokens| make(None, tokens);
             let mut calibrator = Calibrator::new(&make, embedding.as_ref(), chunk);
             for ids in parts_of(&sequences) {
@@ -254,9 +256,9 @@ impl Calibrate {
         let method = self.observer.method();
         let tensors = calibrator.ranges(method)?;
         let checkpoint = match &source {
-            Source::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
-            Source::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
-            Source::Compiled(_) => Vec::new(),
+            Model::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
+            Model::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
+            Model::Compiled(_) => Vec::new(),
         };
         let texts = self.text.iter().chain(&self.chat);
         let texts = texts.map(|file| text_hash(file)).collect::<anyhow::Result<_>>()?;
@@ -303,7 +305,7 @@ impl Calibrate {
     /// The sequences to run, each of at most `length` tokens.
     fn sequences(
         &self,
-        source: &Source,
+        source: &Model,
         length: usize,
         vocabulary: usize,
     ) -> anyhow::Result<Vec<Vec<u32>>> {

@@ -1,250 +1,101 @@
+//! `check`: what two runners, or a runner and a device, say to the same tokens.
+
 mod fidelity;
 mod outputs;
+mod step;
 
-use self::fidelity::FidelityArgs;
-use crate::printer::{Printer, mebibytes, table};
-use crate::source::{CompiledStep, OrtArgs, RunnerKind, Source, text_ids};
-use anyhow::{Context as _, bail};
-use clap::{Args, Parser};
-use firesteel_artifact::Manifest;
-use firesteel_check::{CheckOptions, CheckReport, Feed, GreedyReport, LogitsReport, Snr, compare};
-use firesteel_compile::Measured;
-use firesteel_export::{ExportOptions, Gelu, Precision};
-use firesteel_generate::AddedTokens;
-use firesteel_step::{
-    Embedding, KvState, Logits, Role, Runner, RunnerError, StepError, StepOptions, StepSpec,
-};
+pub(crate) use self::step::{CheckArgs, check_and_print, default_bar, feed, token_ids};
+
+use crate::printer::{Printer, mebibytes};
+use crate::source::{self, OrtArgs, runner_names};
+use anyhow::bail;
+use clap::{Args, Subcommand};
+use firesteel_check::Snr;
+use firesteel_model::{CompiledStep, Model, RunnerKind};
+use firesteel_step::StepSpec;
 use firesteel_tensor::DType;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Compare two runners on the same tokens.
-///
-/// Both get the same tokens step by step; logits, hidden state after each layer, new keys and new
-/// values are compared. With --text or --prompts each side is run for itself, with its own
-/// embedding, and what it says is compared. Exit code 1 when something is beyond its bar.
+/// Check the numbers: tensors step by step, what a text and prompts become, what a device computed.
 #[derive(Debug, Args)]
 pub(crate) struct Check {
-    /// Artifact (or checkpoint) to check, or with --outputs a kit
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    Step(step::CheckStep),
+    Fidelity(fidelity::CheckFidelity),
+    Outputs(outputs::CheckOutputs),
+}
+
+impl Check {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        match self.verb {
+            Verb::Step(command) => command.run(printer),
+            Verb::Fidelity(command) => command.run(printer),
+            Verb::Outputs(command) => command.run(printer),
+        }
+    }
+}
+
+/// What is compared.
+#[derive(Debug, Args)]
+struct Sides {
+    /// Artifact (or checkpoint) to check
     path: PathBuf,
     /// Checkpoint (or artifact) that is right
-    #[arg(long, value_name = "CHECKPOINT|ARTIFACT", required_unless_present = "outputs")]
-    against: Option<PathBuf>,
-    /// What a device computed from the inputs of a kit, as qnn-net-run writes it:
-    /// GRAPH/Result_N/TENSOR.raw
-    #[arg(long, value_name = "DIR", conflicts_with_all = OF_RUNNERS)]
-    outputs: Option<PathBuf>,
-    #[command(flatten)]
-    args: CheckArgs,
-    #[command(flatten)]
-    fidelity: FidelityArgs,
+    #[arg(long, value_name = "CHECKPOINT|ARTIFACT")]
+    against: PathBuf,
     /// The step of a compiled artifact: decode, prefill-T [default: its first]
     #[arg(long, value_name = "NAME")]
     graph: Option<String>,
-    /// Write the result into the manifest of the compiled artifact that is checked
-    #[arg(long)]
-    record: bool,
     /// Print a JSON report
     #[arg(long)]
     json: bool,
 }
 
-#[derive(Debug, Clone, Args)]
-pub(crate) struct CheckArgs {
-    /// Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint]
-    #[arg(long, value_enum)]
-    runner: Option<RunnerKind>,
-    /// Who executes what is right [default: engine for a checkpoint, evaluator for an artifact]
-    #[arg(long, value_enum)]
-    against_runner: Option<RunnerKind>,
-    #[command(flatten)]
-    ort: OrtArgs,
-    /// File with the text to run, or conversations where it ends in .jsonl [default: a text that is
-    /// built in]
-    #[arg(long, value_name = "FILE", conflicts_with = "ids")]
-    prompt: Option<PathBuf>,
-    /// Token ids to run
-    #[arg(long, value_name = "ID,ID,…", value_delimiter = ',')]
-    ids: Option<Vec<u32>>,
-    /// Most tokens to run with teacher forcing
-    #[arg(long, value_name = "N", default_value_t = 96)]
-    steps: usize,
-    /// Tokens of the greedy continuation; 0 for none [default: 32]
-    #[arg(long, value_name = "N")]
-    greedy: Option<usize>,
-    /// Prompt tokens before the greedy continuation, at most half of the context [default: 16]
-    #[arg(long, value_name = "N")]
-    greedy_prompt: Option<usize>,
-    /// SNR in dB that logits, entries and the state after each layer must reach, each over all
-    /// steps [default: 110, 100 on ort and cpu, 40 for fp16, 35 for an approximate GELU, 30 for
-    /// 8-bit weights, 10 for 4-bit weights or 8-bit activations]
-    #[arg(long, value_name = "DB", allow_negative_numbers = true)]
-    min_snr: Option<f64>,
-    /// Share of the greedy continuation, ties left out, that must agree, such as 1
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
-    min_greedy: f64,
-    /// Logit gap below which a greedy choice is a tie
-    #[arg(long, value_name = "GAP", default_value_t = 1e-3)]
-    tie_margin: f64,
-    /// Leave out the hidden state after each layer
-    #[arg(long)]
-    no_layers: bool,
-}
-
-impl Default for CheckArgs {
-    /// What an empty command line gives, so that `export --check` and `check` cannot differ.
-    fn default() -> Self {
-        #[derive(Parser)]
-        struct Alone {
-            #[command(flatten)]
-            args: CheckArgs,
-        }
-        Alone::parse_from(["check"]).args
-    }
-}
-
-impl CheckArgs {
-    /// Those of a run of `ids`, or of the text that is built in.
-    pub(crate) fn of_tokens(ids: Option<Vec<u32>>, steps: usize) -> Self {
-        Self { ids, steps, ..Self::default() }
-    }
-
-    fn greedy(&self) -> usize {
-        self.greedy.unwrap_or(32)
-    }
-
-    fn greedy_prompt(&self) -> usize {
-        self.greedy_prompt.unwrap_or(16)
-    }
-
-    /// Refuses numbers of tokens with which steps of `tokens` tokens do nothing.
-    fn check_counts(&self, tokens: usize) -> anyhow::Result<()> {
-        if self.steps < tokens {
-            let s = if tokens == 1 { "" } else { "s" };
-            bail!(
-                "--steps {}: a step takes {tokens} token{s}; as many or more are accepted",
-                self.steps
-            );
-        }
-        if self.greedy_prompt == Some(0) {
-            bail!(
-                "--greedy-prompt 0: a continuation needs something to continue; 1 or more tokens \
-                 are accepted, and --greedy 0 leaves it out"
-            );
-        }
-        Ok(())
-    }
-
-    /// Says where the greedy continuation is another than what was asked for.
-    fn tell_of_greedy(&self, greedy: &GreedyReport, context: usize, printer: &mut Printer) {
-        let (prompt, tokens) = (greedy.prompt_tokens, greedy.tokens.len());
-        if let Some(asked) = self.greedy_prompt.filter(|asked| *asked > prompt) {
-            printer.warn(&format!(
-                "the greedy continuation begins after {prompt} tokens, not after the {asked} of \
-                 --greedy-prompt: it takes no more than there are, and half of the context of \
-                 {context}"
-            ));
-        }
-        if let Some(asked) = self.greedy.filter(|asked| *asked > tokens) {
-            printer.warn(&format!(
-                "the greedy continuation has {tokens} tokens, not the {asked} of --greedy: the \
-                 context of {context} takes no more after {prompt} of the prompt"
-            ));
-        }
-    }
-}
-
-/// The options of whoever runs something, which outputs that are there have no use for.
-const OF_RUNNERS: [&str; 12] = [
-    "against",
-    "graph",
-    "record",
-    "runner",
-    "against_runner",
-    "prompt",
-    "ids",
-    "steps",
-    "greedy",
-    "greedy_prompt",
-    "min_greedy",
-    "no_layers",
-];
-
-/// Context of a comparison of two checkpoints, which bring none of their own.
-const CHECKPOINT_CONTEXT: usize = 4096;
-
-/// Run when neither text nor ids are given. Longer than the window of every test model.
-const TEXT: &str = "A good tool says what it did and what it did not do. The old hands used to \
-tell the story of a machine that never made an error, because nobody had ever asked it to show \
-its work. One night a young programmer wrote a small routine that added every column twice, from \
-the top and from the bottom, and printed a line only when the two sums differed. In the morning \
-there were four hundred lines of paper on the floor. The machine had not become worse; it had \
-only begun to be honest. They kept the routine, and they kept the paper too, as a reminder that \
-a result which cannot be checked is a rumour, and that the cheapest time to find a fault is \
-before anybody depends on it. Later the routine was given a name and a manual, and people who \
-had never met its author came to trust it more than the machine it watched. Ask twice, they \
-said, and write down both answers.";
-
-impl Check {
-    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        if let Some(outputs) = &self.outputs {
-            self.args.ort.refuse_unused(&[])?;
-            let report = outputs::compare_outputs(&self.path, outputs, &self.args)?;
-            match self.json {
-                true => printer.json(&report)?,
-                false => outputs::print(&report, printer)?,
-            }
-            return Ok(ExitCode::from(u8::from(!report.passed)));
-        }
-        let mut test = Source::open(&self.path, printer)?;
+impl Sides {
+    /// What is checked, and what is right.
+    fn open(&self, printer: &mut Printer) -> anyhow::Result<(Model, Model)> {
+        let mut test = source::open(&self.path, printer)?;
         if let Some(name) = &self.graph {
-            let Source::Compiled(step) = &mut test else {
+            let Model::Compiled(step) = &mut test else {
                 bail!("--graph goes with a compiled artifact");
             };
             step.step.clone_from(&step.compiled.step(Some(name))?.name);
         }
-        if self.record && !matches!(test, Source::Compiled(_)) {
-            bail!("--record goes with a compiled artifact");
-        }
-        if self.record && self.fidelity.wanted() {
-            bail!("--record keeps a comparison step by step; it goes without --text and --prompts");
-        }
-        let against = self.against.as_deref().context("--against names what is right")?;
-        let reference = Source::open(against, printer)?;
-        if self.fidelity.wanted() {
-            let report = self.fidelity.run(&test, &reference, &self.args, printer)?;
-            let verdicts = match &test {
-                Source::Compiled(step) => {
-                    Some(Verdicts::new(step, self.fidelity.verdict(&report, &self.args))?)
-                }
-                Source::Checkpoint(_) | Source::Artifact(_) => None,
-            };
-            let passed = report.passed;
-            if self.json {
-                printer.json(&Judged { verdicts, report })?;
-            } else {
-                fidelity::print(&report, printer)?;
-                verdicts.iter().try_for_each(|verdicts| verdicts.print(printer))?;
-            }
-            return Ok(ExitCode::from(u8::from(!passed)));
-        }
-        let report = check_and_print(&test, &reference, &self.args, !self.json, printer)?;
-        let passed = report.passed;
-        let mut verdicts = None;
-        if let Source::Compiled(step) = &mut test {
-            verdicts = Some(Verdicts::new(step, verdict(&report))?);
-            if self.record {
-                step.compiled.record(&step.step, measured(&report))?;
-            }
-        }
-        match (self.json, &verdicts) {
-            (true, _) => printer.json(&Judged { verdicts, report })?,
-            (false, Some(verdicts)) => verdicts.print(printer)?,
-            (false, None) => {}
-        }
-        Ok(ExitCode::from(u8::from(!passed)))
+        Ok((test, source::open(&self.against, printer)?))
+    }
+}
+
+/// Who executes each side.
+#[derive(Debug, Clone, Args)]
+struct Runners {
+    /// Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint,
+    /// htp for what is compiled]
+    #[arg(long, value_parser = runner_names())]
+    runner: Option<RunnerKind>,
+    /// Who executes what is right [default: engine for a checkpoint, evaluator for an artifact]
+    #[arg(long, value_parser = runner_names())]
+    against_runner: Option<RunnerKind>,
+    #[command(flatten)]
+    ort: OrtArgs,
+}
+
+impl Runners {
+    /// Those of what is checked and of what is right.
+    fn kinds(&self, [test, reference]: [&Model; 2]) -> anyhow::Result<[RunnerKind; 2]> {
+        let kinds = [
+            self.runner.unwrap_or(test.default_runner(false)),
+            self.against_runner.unwrap_or(reference.default_runner(false)),
+        ];
+        self.ort.refuse_unused(&kinds)?;
+        Ok(kinds)
     }
 }
 
@@ -255,17 +106,6 @@ struct Judged<T> {
     verdicts: Option<Verdicts>,
     #[serde(flatten)]
     report: T,
-}
-
-/// What a compiled step's report says of its numbers.
-fn verdict(report: &CheckReport) -> String {
-    format!(
-        "{} on the emulator: {} against {}, the bar is {} dB",
-        if report.passed { "yes" } else { "NO" },
-        decibels(&report.output),
-        report.reference,
-        report.min_snr
-    )
 }
 
 /// Four questions that have nothing to do with each other, and never one answer.
@@ -315,37 +155,6 @@ impl Verdicts {
     }
 }
 
-/// What the manifest keeps of a comparison.
-fn measured(report: &CheckReport) -> Measured {
-    Measured {
-        reference: report.reference.clone(),
-        tokens: report.tokens,
-        output_db: report.output.db,
-        entries_db: report.entries.db,
-        top1: report.logits.as_ref().and_then(|logits| logits.top1),
-        kl_mean: report.logits.as_ref().map(|logits| logits.kl_mean),
-        greedy: report
-            .greedy
-            .as_ref()
-            .map(|greedy| (greedy.agreed, greedy.tokens.len() - greedy.ties)),
-    }
-}
-
-/// Runs one step of zeros on the emulator and says how long all will take, before they begin.
-fn estimate(
-    runner: &mut dyn Runner,
-    steps: usize,
-    limit: Duration,
-    printer: &mut Printer,
-) -> anyhow::Result<()> {
-    let spec = runner.spec().clone();
-    let state = KvState::new(&spec)?;
-    let step = state.prepare(&spec, &vec![0.0; spec.tokens * spec.hidden_size])?;
-    let started = Instant::now();
-    runner.step(&state.inputs(&spec, &step)?)?;
-    announce(started.elapsed(), steps, limit, "--steps and --greedy", printer)
-}
-
 /// Says how long `steps` steps will take when one took `one`, and refuses what is beyond `limit`.
 fn announce(
     one: Duration,
@@ -368,158 +177,9 @@ fn announce(
     Ok(())
 }
 
-/// Compares `test` with `reference` and prints the result if `print`.
-pub(crate) fn check_and_print(
-    test: &Source,
-    reference: &Source,
-    args: &CheckArgs,
-    print: bool,
-    printer: &mut Printer,
-) -> anyhow::Result<CheckReport> {
-    let layers = !args.no_layers;
-    let test_kind = args.runner.unwrap_or(test.default_runner(false));
-    let reference_kind = args.against_runner.unwrap_or(reference.default_runner(false));
-    args.ort.refuse_unused(&[test_kind, reference_kind])?;
-    // The step is the artifact's; a checkpoint follows it, in f32.
-    let contract = match test.manifest().or(reference.manifest()) {
-        Some(manifest) => manifest.contract()?,
-        None => checkpoint_contract(test)?,
-    };
-    let spec = as_f32(&contract)?;
-    args.check_counts(spec.tokens)?;
-    let mut left = reference.runner(reference_kind, Some(&spec), layers, &args.ort)?;
-    let mut right = test.runner(test_kind, Some(&spec), layers, &args.ort)?;
-    let ids = token_ids(args, test, reference, &spec)?;
-    let kinds = [test_kind, reference_kind];
-    let min_snr = args.min_snr.unwrap_or_else(|| default_bar([test, reference], kinds));
-    let numbers = [
-        ("--min-snr", min_snr),
-        ("--min-greedy", args.min_greedy),
-        ("--tie-margin", args.tie_margin),
-    ];
-    for (option, value) in numbers {
-        if !value.is_finite() {
-            bail!("{option} {value}: a finite number is accepted");
-        }
-    }
-    for source in [test, reference] {
-        source.verify()?;
-    }
-    let options = CheckOptions {
-        steps: Some(args.steps),
-        greedy: args.greedy(),
-        greedy_prompt: args.greedy_prompt(),
-        tie_margin: args.tie_margin,
-        min_snr,
-        min_greedy: args.min_greedy,
-    };
-    let mut feed = feed(&spec, reference, test)?;
-    if test_kind == RunnerKind::Htp {
-        let forced = args.steps.min(ids.len()).min(spec.context) / spec.tokens;
-        let prompt = args.greedy_prompt().div_ceil(spec.tokens);
-        let greedy = if args.greedy() > 0 { prompt.saturating_add(args.greedy()) } else { 0 };
-        let steps = forced.saturating_add(greedy.min(spec.context));
-        estimate(right.as_mut(), steps, args.ort.limits().time, printer)?;
-    }
-    let report = compare(left.as_mut(), right.as_mut(), feed.as_mut(), &ids, &options)?;
-    if report.tokens < ids.len().min(args.steps) {
-        printer.warn(&format!(
-            "{} of {} tokens were run: a context of {} in steps of {} takes no more",
-            report.tokens,
-            ids.len().min(args.steps),
-            spec.context,
-            spec.tokens
-        ));
-    }
-    if let Some(greedy) = &report.greedy {
-        args.tell_of_greedy(greedy, spec.context, printer);
-    }
-    if report.steps.len() == 1 && spec.tokens > 1 {
-        printer.warn("one step was run, on an empty cache; give more tokens or a larger context");
-    }
-    if print {
-        print_report(&report, &spec, printer)?;
-    }
-    Ok(report)
-}
-
-fn checkpoint_contract(source: &Source) -> anyhow::Result<StepSpec> {
-    let config = source.config()?;
-    Ok(StepSpec::new(
-        &config,
-        &StepOptions {
-            tokens: 1,
-            context: CHECKPOINT_CONTEXT.min(config.max_position_embeddings),
-            layers: 0..config.num_layers(),
-            cache_layout: Default::default(),
-            logits: Logits::Last,
-            dtype: DType::F32,
-        },
-    )?)
-}
-
 /// The same step with f32 inputs and outputs.
 fn as_f32(spec: &StepSpec) -> anyhow::Result<StepSpec> {
     Ok(StepSpec { dtype: DType::F32, ..spec.clone() }.with_tokens(spec.tokens)?)
-}
-
-/// The bar for what the artifacts' options and the runners' arithmetic can hold.
-pub(crate) fn default_bar(sources: [&Source; 2], kinds: [RunnerKind; 2]) -> f64 {
-    // What rounds to f32 after every operator loses more than what rounds at the border only.
-    let wide = if kinds.iter().any(|kind| matches!(kind, RunnerKind::Ort | RunnerKind::Cpu)) {
-        100.0
-    } else {
-        110.0
-    };
-    let bar = |manifest: &Manifest| match (&manifest.quantization, &manifest.options) {
-        (Some(known), _) if known.bits_per_weight >= 8.0 && known.scheme != "w8a8" => 30.0,
-        (Some(_), _) => 10.0,
-        (None, ExportOptions { gelu: Gelu::Exact, precision: Precision::Fp32, .. }) => wide,
-        (None, ExportOptions { gelu: Gelu::Exact, precision: Precision::Fp16, .. }) => 40.0,
-        (None, _) => 35.0,
-    };
-    sources
-        .into_iter()
-        .map(|source| source.manifest().map_or(wide, bar))
-        .fold(f64::INFINITY, f64::min)
-}
-
-pub(crate) fn token_ids(
-    args: &CheckArgs,
-    test: &Source,
-    reference: &Source,
-    spec: &StepSpec,
-) -> anyhow::Result<Vec<u32>> {
-    let ids = if let Some(ids) = &args.ids {
-        ids.clone()
-    } else {
-        let tokenizer = match reference.tokenizer()? {
-            Some(tokenizer) => Some(tokenizer),
-            None => test.tokenizer()?,
-        };
-        match (tokenizer, &args.prompt) {
-            (Some(tokenizer), prompt) => {
-                let added = AddedTokens::AsText;
-                match prompt {
-                    Some(file) => text_ids(file, &[reference, test], &tokenizer, added)?.concat(),
-                    None => tokenizer.encode(TEXT, added)?,
-                }
-            }
-            (None, Some(file)) => {
-                bail!("--prompt {}: neither side has a tokenizer; give --ids", file.display())
-            }
-            (None, None) => {
-                spread_ids(Spread::Check, args.steps.min(spec.context), spec.vocab_size)?
-            }
-        }
-    };
-    if ids.is_empty() {
-        bail!("there are no tokens to run; give a longer --prompt or --ids");
-    }
-    if let Some(id) = ids.iter().find(|id| **id as usize >= spec.vocab_size) {
-        bail!("id {id} is outside the vocabulary of {}", spec.vocab_size);
-    }
-    Ok(ids)
 }
 
 /// What ids all over the vocabulary are for: nothing is checked on what it was calibrated with.
@@ -556,92 +216,6 @@ pub(crate) fn spread_ids(
 /// Most ids all over the vocabulary; those of a check and of a calibration stay apart.
 const MOST_SPREAD: usize = 1_000_000;
 
-/// Token rows, or for a slice the hidden state that enters it.
-pub(crate) fn feed(
-    spec: &StepSpec,
-    reference: &Source,
-    test: &Source,
-) -> anyhow::Result<Box<dyn Feed>> {
-    if spec.first_layer == 0 {
-        for source in [reference, test] {
-            if let Some(embedding) = source.embedding()? {
-                return Ok(Box::new(EmbeddingFeed { embedding }));
-            }
-        }
-        bail!(
-            "neither side has an embedding table; check against the checkpoint, or export with \
-             --embedding"
-        );
-    }
-    for source in [reference, test] {
-        if let Source::Checkpoint(checkpoint) = source {
-            let before = StepSpec::new(
-                checkpoint.config(),
-                &StepOptions {
-                    tokens: spec.tokens,
-                    context: spec.context,
-                    layers: 0..spec.first_layer,
-                    cache_layout: Default::default(),
-                    logits: Logits::Hidden,
-                    dtype: DType::F32,
-                },
-            )?;
-            let ort = OrtArgs::default();
-            let runner = source.runner(RunnerKind::Engine, Some(&before), false, &ort)?;
-            let embedding = source.embedding()?.context("a checkpoint has an embedding")?;
-            let state = KvState::new(&before)?;
-            return Ok(Box::new(SliceFeed { embedding, runner, spec: before, state }));
-        }
-    }
-    bail!(
-        "the slice begins at layer {}, and the layers before it are in the checkpoint; check \
-         against that",
-        spec.first_layer
-    );
-}
-
-fn lookup(embedding: &dyn Embedding, ids: &[u32]) -> Result<Vec<f32>, RunnerError> {
-    let mut rows = vec![0.0; ids.len() * embedding.hidden_size()];
-    embedding.lookup(ids, &mut rows)?;
-    Ok(rows)
-}
-
-struct EmbeddingFeed {
-    embedding: Box<dyn Embedding>,
-}
-
-impl Feed for EmbeddingFeed {
-    fn rows(&mut self, ids: &[u32]) -> Result<Vec<f32>, RunnerError> {
-        lookup(self.embedding.as_ref(), ids)
-    }
-
-    fn restart(&mut self) {}
-}
-
-/// Runs the layers before a slice.
-struct SliceFeed {
-    embedding: Box<dyn Embedding>,
-    runner: Box<dyn Runner>,
-    spec: StepSpec,
-    state: KvState,
-}
-
-impl Feed for SliceFeed {
-    fn rows(&mut self, ids: &[u32]) -> Result<Vec<f32>, RunnerError> {
-        let x = lookup(self.embedding.as_ref(), ids)?;
-        let step = self.state.prepare(&self.spec, &x)?;
-        let outputs = self.runner.step(&self.state.inputs(&self.spec, &step)?)?;
-        self.state.commit(&self.spec, step, &outputs)?;
-        let hidden = outputs.get(&self.spec, Role::Hidden);
-        let values = hidden.map(|tensor| tensor.view().to_f32().map_err(StepError::from));
-        Ok(values.transpose()?.map(|values| values.into_owned()).unwrap_or_default())
-    }
-
-    fn restart(&mut self) {
-        self.state.clear();
-    }
-}
-
 pub(crate) fn decibels(snr: &Snr) -> String {
     match snr.db {
         Some(db) => format!("{db:.1} dB"),
@@ -660,90 +234,5 @@ fn print_settings(
             settings.iter().map(|(key, value)| format!("{key} {value}")).collect();
         printer.line(format!("{runner}: {}", list.join(", ")))?;
     }
-    Ok(())
-}
-
-/// The agreement of distributions in one line.
-fn logits_line(logits: &LogitsReport) -> String {
-    format!(
-        "top-1 {} ({} of {} tokens are ties), top-5 {:.1} %, KL {:.2e} mean {:.2e} max, top-20 \
-         log-probability difference {:.2e}",
-        logits.top1.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share)),
-        logits.ties,
-        logits.tokens,
-        100.0 * logits.top5,
-        logits.kl_mean,
-        logits.kl_max,
-        logits.top20_logprob_max,
-    )
-}
-
-fn print_report(
-    report: &CheckReport,
-    spec: &StepSpec,
-    printer: &mut Printer,
-) -> anyhow::Result<()> {
-    printer.line(format!(
-        "{} against {}: {} tokens in steps of {}{}",
-        report.test,
-        report.reference,
-        report.tokens,
-        report.tokens_per_step,
-        match spec.sliding_window {
-            Some(window) if report.tokens > window => format!(", past the window of {window}"),
-            Some(window) => format!(", NOT past the window of {window}"),
-            None => String::new(),
-        }
-    ))?;
-    print_settings(&report.reference, &report.reference_settings, printer)?;
-    print_settings(&report.test, &report.test_settings, printer)?;
-    let first = if spec.logits == Logits::Hidden { "hidden" } else { "logits" };
-    let mut rows = vec![["", "SNR", "max difference"].map(str::to_owned).to_vec()];
-    let mut row = |name: String, snr: &Snr| {
-        rows.push(vec![name, decibels(snr), format!("{:.3e}", snr.max_abs)]);
-    };
-    for layer in &report.layers {
-        if let Some(hidden) = &layer.hidden {
-            row(format!("after layer {} ({})", layer.layer, layer.kind), hidden);
-        } else {
-            row(format!("keys of layer {} ({})", layer.layer, layer.kind), &layer.keys);
-            row(format!("values of layer {}", layer.layer), &layer.values);
-        }
-    }
-    row("new keys and values".into(), &report.entries);
-    row(first.into(), &report.output);
-    if let Some(added) = &report.added {
-        row("hidden, less what entered".into(), added);
-    }
-    for line in table(&rows) {
-        printer.line(line)?;
-    }
-    if let Some(logits) = &report.logits {
-        printer.line(logits_line(logits))?;
-    }
-    match &report.greedy {
-        Some(greedy) => printer.line(format!(
-            "greedy after {} tokens: {} of {} agree, {} ties left out{}",
-            greedy.prompt_tokens,
-            greedy.agreed,
-            greedy.tokens.len() - greedy.ties,
-            greedy.ties,
-            greedy
-                .first_difference
-                .map_or(String::new(), |index| format!(", first difference at {index}")),
-        ))?,
-        None => printer.line("greedy: not run")?,
-    }
-    if let Some(bad) = &report.first_bad {
-        printer.line(format!(
-            "first below {} dB in a single step: {} at position {}, {}",
-            report.min_snr,
-            bad.name,
-            bad.position,
-            decibels(&bad.snr)
-        ))?;
-    }
-    let verdict = if report.passed { "passed" } else { "FAILED" };
-    printer.line(format!("{verdict}: the bar over all steps is {} dB", report.min_snr))?;
     Ok(())
 }

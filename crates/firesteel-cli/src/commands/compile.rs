@@ -7,9 +7,8 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use firesteel_artifact::Artifact;
 use firesteel_check::audit::{Audit, Rule};
 use firesteel_checkpoint::cache_root;
-use firesteel_compile::{
-    CompileOptions, Compiled, CompiledManifest, PartEntry, PartRole, Progress, Split, compile,
-};
+use firesteel_compile::{CompileOptions, Compiled, PartEntry, PartRole, Progress, Split, compile};
+use firesteel_model::PathKind;
 use firesteel_ort::qnn::{Performance, SOCS, Soc};
 use firesteel_profile::VTCM_BYTES;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -102,16 +101,14 @@ impl Compile {
         let soc = Soc::find(&self.soc)?;
         let mut artifacts = Vec::with_capacity(self.artifacts.len());
         for path in &self.artifacts {
-            if CompiledManifest::is_in(path) {
-                bail!(
+            match PathKind::of(path)? {
+                PathKind::Artifact => artifacts.push(Artifact::open(path)?),
+                PathKind::Compiled => bail!(
                     "{} is compiled already; give the artifact that export wrote",
                     path.display()
-                );
+                ),
+                _ => bail!("{} is no artifact; export the checkpoint first", path.display()),
             }
-            if !Artifact::is_artifact(path) {
-                bail!("{} is no artifact; export the checkpoint first", path.display());
-            }
-            artifacts.push(Artifact::open(path)?);
         }
         let options = CompileOptions {
             soc,

@@ -1,7 +1,8 @@
 use super::check::{CheckArgs, check_and_print};
 use crate::printer::{Printer, mebibytes};
 use crate::progress::Progress;
-use crate::source::Source;
+use firesteel_model::Model;
+
 use anyhow::bail;
 use clap::{Args, Parser, ValueEnum};
 use firesteel_artifact::{ExportRequest, HeadSource, Manifest, export};
@@ -251,8 +252,8 @@ impl Export {
             print(&report, printer)?;
         }
         if self.check {
-            let test = Source::Artifact(Box::new(artifact));
-            let reference = Source::Checkpoint(Arc::new(checkpoint));
+            let test = Model::Artifact(Box::new(artifact));
+            let reference = Model::Checkpoint(Arc::new(checkpoint));
             let result =
                 check_and_print(&test, &reference, &CheckArgs::default(), !self.json, printer)?;
             report.check = Some(result);

@@ -1,7 +1,6 @@
 use crate::printer::Printer;
-use crate::source::{
-    DecoderOptions, OrtArgs, RunnerKind, Source, TEXT_LIMIT, kv_format, read_text,
-};
+use crate::source::{self, OrtArgs, decoder, kv_format, runner_names};
+use crate::texts::{TEXT_LIMIT, read_text};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_checkpoint::ModelConfig;
@@ -11,8 +10,7 @@ use firesteel_generate::{
     GenerateOptions, Generation, Generator, Message, MessageRole, PromptLookup, SamplingOptions,
     StepStats, StopReason, Syntax, Tokenizer,
 };
-use firesteel_step::{Logits, StepOptions, StepSpec};
-use firesteel_tensor::DType;
+use firesteel_model::{DecoderOptions, Model, RunnerKind};
 use std::ffi::OsString;
 use std::io::{BufRead as _, IsTerminal as _, Read as _};
 use std::ops::ControlFlow;
@@ -84,7 +82,7 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "DIR", env = "FIRESTEEL_STEP_STATS_DIR")]
     step_stats: Option<OsString>,
     /// Who executes the steps [default: cpu for a checkpoint, evaluator for an artifact]
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = runner_names())]
     runner: Option<RunnerKind>,
     #[command(flatten)]
     ort: OrtArgs,
@@ -161,7 +159,7 @@ const CHAT_CONTEXT: usize = 4096;
 
 impl Generate {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let source = Source::open(&self.path, printer)?;
+        let source = source::open(&self.path, printer)?;
         let Some(tokenizer) = source.tokenizer()? else {
             bail!(
                 "{} has no tokenizer; a folder needs tokenizer.json, a GGUF file tokenizer.ggml.*",
@@ -208,15 +206,17 @@ impl Generate {
             top_logprobs: self.top_logprobs,
             prompt_lookup,
         };
-        let spec = self.spec(&source, &config, prompt.as_ref().map_or(0, Vec::len))?;
+        let context = self.context(&config, prompt.as_ref().map_or(0, Vec::len));
+        let spec = source.decode_step(context)?;
+        let runner = self.ort.options()?;
         let wanted = DecoderOptions {
             kind,
-            ort: &self.ort,
+            runner: &runner,
             prompt: PREFILL,
             all_logits: self.prompt_lookup.map_or(0, |proposal| proposal.saturating_add(1)),
             kv,
         };
-        let decoder = source.decoder(&spec, &wanted, printer)?;
+        let decoder = decoder(&source, &spec, &wanted, printer)?;
         if self.prompt_lookup.is_some() && !decoder.gives_all_logits(2) {
             printer.warn("--prompt-lookup does nothing: the artifact takes one token a step");
         }
@@ -241,40 +241,11 @@ impl Generate {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The steps of an artifact, or those of a checkpoint with room for `prompt` tokens.
-    fn spec(
-        &self,
-        source: &Source,
-        config: &ModelConfig,
-        prompt: usize,
-    ) -> anyhow::Result<StepSpec> {
-        let spec = match source.manifest() {
-            Some(manifest) => manifest.contract()?,
-            None => {
-                let room = prompt.saturating_add(self.max_tokens).max(PREFILL);
-                let wanted = if self.interactive { room.max(CHAT_CONTEXT) } else { room };
-                let context = wanted.min(config.max_position_embeddings);
-                let options = StepOptions {
-                    tokens: 1,
-                    context: self.context.unwrap_or(context),
-                    layers: 0..config.num_layers(),
-                    cache_layout: Default::default(),
-                    logits: Logits::Last,
-                    dtype: DType::F32,
-                };
-                StepSpec::new(config, &options)?
-            }
-        };
-        if spec.tokens != 1 {
-            bail!(
-                "the artifact takes {} tokens a step; one for decoding has --tokens 1",
-                spec.tokens
-            );
-        }
-        if spec.logits == Logits::Hidden {
-            bail!("the artifact has no vocabulary projection; export without --no-lm-head");
-        }
-        Ok(spec)
+    /// The context of a checkpoint, with room for `prompt` tokens; an artifact has its own.
+    fn context(&self, config: &ModelConfig, prompt: usize) -> usize {
+        let room = prompt.saturating_add(self.max_tokens).max(PREFILL);
+        let wanted = if self.interactive { room.max(CHAT_CONTEXT) } else { room };
+        self.context.unwrap_or(wanted.min(config.max_position_embeddings))
     }
 
     /// Answers `prompt`, and in an interactive chat every line of stdin after it.
@@ -353,7 +324,7 @@ impl Generate {
     }
 
     /// The chat that the command line asks for, with what is said already.
-    fn chat(&self, source: &Source) -> anyhow::Result<Option<Chat>> {
+    fn chat(&self, source: &Model) -> anyhow::Result<Option<Chat>> {
         let mut conversation: Conversation = if let Some(file) = &self.messages {
             serde_json::from_str(&read_text(file)?)
                 .with_context(|| format!("{} is no conversation", file.display()))?

@@ -1,11 +1,12 @@
 use super::compile::print_compiled;
 use crate::printer::{Printer, mebibytes, table};
-use crate::source::ModelSource;
+use firesteel_model::{ModelShape, PathKind};
+
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_checkpoint::{Checkpoint, Head, LayerKind, ModelConfig, Weight};
-use firesteel_compile::{Compiled, CompiledManifest};
+use firesteel_compile::Compiled;
 use firesteel_engine::{KvFormat, KvMemory, SequenceOptions};
 use firesteel_profile::{ModelBytes, WeightCoding, WeightCount};
 use firesteel_step::{CacheLayoutChoice, Encoding, PortEncoding, kv_bytes};
@@ -153,31 +154,34 @@ const KV_ELEMENT_BYTES: usize = 2;
 
 impl Inspect {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        if CompiledManifest::is_in(&self.path) {
-            let compiled = Compiled::open(&self.path)?;
-            if self.verify {
-                compiled.verify()?;
-                printer.talk("all files are what was written");
+        match PathKind::of(&self.path)? {
+            PathKind::Compiled => {
+                let compiled = Compiled::open(&self.path)?;
+                if self.verify {
+                    compiled.verify()?;
+                    printer.talk("all files are what was written");
+                }
+                if self.json {
+                    printer.json(compiled.manifest())?;
+                } else {
+                    print_compiled(&compiled, printer)?;
+                }
+                return Ok(ExitCode::SUCCESS);
             }
-            if self.json {
-                printer.json(compiled.manifest())?;
-            } else {
-                print_compiled(&compiled, printer)?;
+            PathKind::Artifact => {
+                let artifact = Artifact::open(&self.path)?;
+                if self.verify {
+                    artifact.verify()?;
+                    printer.talk("all files are what was written");
+                }
+                if self.json {
+                    printer.json(artifact.manifest())?;
+                } else {
+                    print_artifact(artifact.manifest(), printer)?;
+                }
+                return Ok(ExitCode::SUCCESS);
             }
-            return Ok(ExitCode::SUCCESS);
-        }
-        if Artifact::is_artifact(&self.path) {
-            let artifact = Artifact::open(&self.path)?;
-            if self.verify {
-                artifact.verify()?;
-                printer.talk("all files are what was written");
-            }
-            if self.json {
-                printer.json(artifact.manifest())?;
-            } else {
-                print_artifact(artifact.manifest(), printer)?;
-            }
-            return Ok(ExitCode::SUCCESS);
+            _ => {}
         }
         if self.verify {
             bail!(
@@ -186,7 +190,7 @@ impl Inspect {
                 self.path.display()
             );
         }
-        let ModelSource { config, checkpoint, warnings } = ModelSource::open(&self.path)?;
+        let ModelShape { config, checkpoint, warnings } = ModelShape::open(&self.path)?;
         let report = self.report(&config, checkpoint.as_ref(), warnings)?;
         if self.json {
             printer.json(&report)?;

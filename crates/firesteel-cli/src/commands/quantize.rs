@@ -1,108 +1,36 @@
+//! `quantize`: a model in integers, for the CPU or for the phone.
+
+mod gguf;
 mod graph;
 
-use self::graph::{GraphArgs, GraphRequest};
-use crate::printer::{Printer, mebibytes, table};
-use crate::progress::Progress;
-use crate::source::{Source, text_ids};
-use anyhow::{Context as _, bail};
-use clap::{Args, ValueEnum};
-use firesteel_checkpoint::{
-    Checkpoint, GgufOptions, Head, ModelConfig, QuantizedTensor, Raised, Slot, WeightFormat,
-    allocate, can_raise, write_gguf,
-};
-use firesteel_engine::Calibration;
+use crate::printer::Printer;
+use crate::texts::text_ids;
+use clap::{Args, Subcommand};
+use firesteel_checkpoint::ModelConfig;
 use firesteel_generate::{AddedTokens, Tokenizer};
+use firesteel_model::Model;
 use firesteel_quantize::weights::spread_over;
-use firesteel_tensor::DType;
-use glob::Pattern;
-use serde::Serialize;
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
-/// Write a model quantized: as a GGUF file (--format), or as a step's graph in integers (--scheme).
-///
-/// With --format the scale of every block is searched for the least error. Norms and the head-wise
-/// gate stay floats. With --calibrate the columns count by what they meet in a text; with --bits the
-/// matrices that do most harm get larger formats. The file has the standard types and metadata.
-///
-/// With --scheme the output is an artifact in the qnn dialect whose operators stand between
-/// DequantizeLinear and QuantizeLinear. The ranges of its values come from `firesteel calibrate`.
-///
-/// Either appears complete or not at all.
+/// Write a model quantized: as a GGUF file, or as a step's graph in integers.
 #[derive(Debug, Args)]
 pub(crate) struct Quantize {
-    /// Checkpoint folder or GGUF file; with --scheme also an artifact
-    checkpoint: PathBuf,
-    #[command(flatten)]
-    graph: GraphArgs,
-    /// Format of the matrices
-    #[arg(long, value_enum, required_unless_present = "scheme", conflicts_with = "scheme")]
-    format: Option<Format>,
-    /// Format of the embedding and the head [default: that of the matrices]
-    #[arg(long, value_enum, conflicts_with = "scheme")]
-    head: Option<Format>,
-    /// Format of the matrices with a name like GLOB, such as '*.mlp.down_proj.*=q6_k'; may be
-    /// repeated, and the last that fits counts
-    #[arg(long, value_name = "GLOB=FORMAT", value_parser = tensor_format, conflicts_with = "scheme")]
-    tensor: Vec<(Pattern, WeightFormat)>,
-    /// Bits for each weight that larger formats may fill, or 8-bit matrices of --scheme mixed
-    /// [default: none; for q4_k_m what the head and half of the qkv and down projections would take
-    /// in q6_k]
-    #[arg(long, value_name = "BITS")]
-    bits: Option<f64>,
-    /// Text files, or conversations where they end in .jsonl, that the model reads to learn which
-    /// columns matter
-    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "scheme")]
-    calibrate: Vec<PathBuf>,
-    /// Most tokens of the calibration; of more, some all over the texts are taken
-    #[arg(long, value_name = "N", default_value_t = 8192, requires = "calibrate")]
-    calibrate_tokens: usize,
-    /// GGUF file, or folder of the artifact, to write
-    #[arg(long, value_name = "FILE|DIR")]
-    out: PathBuf,
-    /// Replace an existing GGUF file or artifact
-    #[arg(long)]
-    force: bool,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(subcommand)]
+    verb: Verb,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-enum Format {
-    /// 8 bits, blocks of 32
-    #[value(name = "q8_0", alias = "q8")]
-    Q8,
-    /// 4 bits, blocks of 32
-    #[value(name = "q4_0", alias = "q4")]
-    Q4,
-    /// 4 bits with 6-bit scales, blocks of 256
-    #[value(name = "q4_k")]
-    Q4K,
-    /// q4_k, and larger formats as far as --bits go
-    #[value(name = "q4_k_m")]
-    Q4KM,
-    /// 6 bits, blocks of 256
-    #[value(name = "q6_k")]
-    Q6K,
-    F16,
-    Bf16,
-    F32,
+#[derive(Debug, Subcommand)]
+enum Verb {
+    Gguf(gguf::QuantizeGguf),
+    Graph(Box<graph::QuantizeGraph>),
 }
 
-impl Format {
-    fn weight_format(self) -> WeightFormat {
-        match self {
-            Self::Q8 => WeightFormat::Q8_0,
-            Self::Q4 => WeightFormat::Q4_0,
-            Self::Q4K | Self::Q4KM => WeightFormat::Q4K,
-            Self::Q6K => WeightFormat::Q6K,
-            Self::F16 => WeightFormat::Float(DType::F16),
-            Self::Bf16 => WeightFormat::Float(DType::BF16),
-            Self::F32 => WeightFormat::Float(DType::F32),
+impl Quantize {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        match self.verb {
+            Verb::Gguf(command) => command.run(printer),
+            Verb::Graph(command) => command.run(printer),
         }
     }
 }
@@ -110,212 +38,10 @@ impl Format {
 /// Tokens of a sequence that the calibration is cut into.
 const SEQUENCE: usize = 512;
 
-fn tensor_format(text: &str) -> Result<(Pattern, WeightFormat), String> {
-    let accepted = "a name with * and ?, =, and a format are accepted, such as *.down_proj.*=q6_k";
-    let (glob, format) = text.rsplit_once('=').ok_or(accepted)?;
-    let pattern = Pattern::new(glob).map_err(|error| format!("{error}; {accepted}"))?;
-    let format = Format::from_str(format, true).map_err(|error| format!("{error}; {accepted}"))?;
-    Ok((pattern, format.weight_format()))
-}
-
-/// Bits for each weight of the mixed format: no more than llama.cpp's Q4_K_M, which has the head
-/// and every second of the value (with those fused to it) and down projections in q6_k. Which matrices get the bits is another matter.
-fn mixed_bits(checkpoint: &Checkpoint) -> f64 {
-    let bits =
-        |format: WeightFormat| 8.0 * format.block_bytes() as f64 / format.block_elements() as f64;
-    let (small, large) = (bits(WeightFormat::Q4K), bits(WeightFormat::Q6K));
-    let head = checkpoint.head_weight();
-    let mut all = checkpoint.final_norm().element_count() + checkpoint.embedding().element_count();
-    if let Head::Stored(head) = checkpoint.head() {
-        all += head.element_count();
-    }
-    let mut raised = head.element_count() as f64;
-    for layer in checkpoint.layers() {
-        for (spec, weight) in layer.iter() {
-            all += weight.element_count();
-            if matches!(spec.slot, Slot::QueryKeyValue | Slot::Value | Slot::MlpDown) {
-                raised += weight.element_count() as f64 / 2.0;
-            }
-        }
-    }
-    small + (large - small) * raised / all.max(1) as f64
-}
-
-#[derive(Debug, Serialize)]
-struct Report {
-    path: String,
-    bytes: u64,
-    bits_per_weight: f64,
-    /// 0 without calibration.
-    calibration_tokens: usize,
-    /// Matrices with a larger format than --format and --head say, because of --bits.
-    raised: Vec<String>,
-    tensors: Vec<Tensor>,
-    /// What the model's folder says and the file does not.
-    warnings: Vec<String>,
-}
-
-#[derive(Debug, Serialize)]
-struct Tensor {
-    name: String,
-    format: String,
-    elements: u64,
-    bytes: u64,
-    /// √(Σ(x − x̂)² / Σx²).
-    relative_rms: f64,
-    /// The same with each column weighted by its importance; none without calibration.
-    weighted_rms: Option<f64>,
-}
-
-impl From<QuantizedTensor> for Tensor {
-    fn from(tensor: QuantizedTensor) -> Self {
-        Self {
-            name: tensor.name,
-            format: tensor.format.to_string(),
-            elements: tensor.elements,
-            bytes: tensor.bytes,
-            relative_rms: tensor.relative_rms,
-            weighted_rms: tensor.weighted_rms,
-        }
-    }
-}
-
-impl Quantize {
-    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let source = Source::open(&self.checkpoint, printer)?;
-        let Some(format) = self.format else {
-            let request = GraphRequest {
-                args: &self.graph,
-                bits: self.bits,
-                out: &self.out,
-                force: self.force,
-                json: self.json,
-            };
-            return request.run(&source, printer);
-        };
-        self.graph.refuse()?;
-        self.refuse(format)?;
-        let Source::Checkpoint(checkpoint) = &source else {
-            bail!("{} is an artifact; quantize its checkpoint", self.checkpoint.display());
-        };
-        self.check_patterns(checkpoint)?;
-        let calibration = self.calibration(checkpoint, &source)?;
-        let importance = |name: &str| calibration.as_ref()?.importance(name);
-        let chosen = |name: &str| {
-            let mut fitting = self.tensor.iter().rev().filter(|(glob, _)| glob.matches(name));
-            fitting.next().map(|(_, format)| *format)
-        };
-        let mut options = GgufOptions {
-            head: self.head.map(Format::weight_format),
-            formats: Some(&chosen),
-            importance: Some(&importance),
-            replace: self.force,
-            ..GgufOptions::new(format.weight_format())
-        };
-        let mixed = format == Format::Q4KM;
-        let bits = self.bits.or_else(|| mixed.then(|| mixed_bits(checkpoint)));
-        let raised = match bits {
-            Some(bits) => {
-                let effects = calibration.as_ref().map(|known| known.effects(checkpoint));
-                let effect = |name: &str| effects.as_ref()?.get(name).copied();
-                allocate(checkpoint, &options, bits, &effect)?
-            }
-            None => Vec::new(),
-        };
-        let larger: HashMap<&str, WeightFormat> =
-            raised.iter().map(|raised| (&*raised.name, raised.to)).collect();
-        let formats = |name: &str| larger.get(name).copied().or_else(|| chosen(name));
-        options.formats = Some(&formats);
-        let bar = Progress::new("quantizing");
-        let progress = |done, total| bar.set(done, total);
-        let written = write_gguf(checkpoint, options, &self.out, &progress)?;
-        drop(bar);
-        let tensors: Vec<Tensor> = written.tensors.into_iter().map(Tensor::from).collect();
-        let (bytes, elements) = tensors
-            .iter()
-            .fold((0u64, 0u64), |(b, e), tensor| (b + tensor.bytes, e + tensor.elements));
-        let shown = |raised: &Raised| {
-            let Raised { name, from, to, harm: [before, after], .. } = raised;
-            format!("{name}: {from} to {to}, harm {before:.2e} to {after:.2e}")
-        };
-        let report = Report {
-            path: self.out.display().to_string(),
-            bytes: written.bytes,
-            bits_per_weight: 8.0 * bytes as f64 / elements.max(1) as f64,
-            calibration_tokens: calibration.as_ref().map_or(0, Calibration::tokens),
-            raised: raised.iter().map(shown).collect(),
-            tensors,
-            warnings: written.warnings,
-        };
-        report.warnings.iter().for_each(|warning| printer.warn(warning));
-        match self.json {
-            true => printer.json(&report)?,
-            false => print(report, printer)?,
-        }
-        Ok(ExitCode::SUCCESS)
-    }
-
-    /// Refuses what would do nothing with these formats.
-    fn refuse(&self, format: Format) -> anyhow::Result<()> {
-        let main = format.weight_format();
-        let head = self.head.map_or(main, Format::weight_format);
-        let by_name = self.tensor.iter().map(|(_, format)| *format);
-        if !self.calibrate.is_empty()
-            && ![main, head].into_iter().chain(by_name).any(WeightFormat::is_quantized)
-        {
-            bail!(
-                "--calibrate does nothing with --format {main}, because numbers have no scale to \
-                 search; leave it out, or choose a format in blocks such as q8_0 or q4_k_m"
-            );
-        }
-        if let Some(bits) = self.bits.filter(|_| !can_raise(main) && !can_raise(head)) {
-            bail!(
-                "--bits {bits} does nothing with --format {main}, because no larger format in \
-                 blocks follows; leave it out, or choose a smaller format such as q4_k"
-            );
-        }
-        Ok(())
-    }
-
-    /// Each --tensor is there for something.
-    fn check_patterns(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
-        let mut names = vec![checkpoint.embedding().name(), checkpoint.head_weight().name()];
-        for layer in checkpoint.layers() {
-            let matrices = layer.all().iter().filter(|weight| weight.shape().len() > 1);
-            names.extend(matrices.map(|weight| weight.name()));
-        }
-        for (glob, _) in &self.tensor {
-            if !names.iter().any(|name| glob.matches(name)) {
-                let some: Vec<&str> = names.iter().rev().take(6).copied().collect();
-                bail!("--tensor {glob}: no matrix has such a name; some are {}", some.join(", "));
-            }
-        }
-        Ok(())
-    }
-
-    /// What the matrices meet in the texts of --calibrate.
-    fn calibration(
-        &self,
-        checkpoint: &Arc<Checkpoint>,
-        source: &Source,
-    ) -> anyhow::Result<Option<Calibration>> {
-        if self.calibrate.is_empty() {
-            return Ok(None);
-        }
-        let tokenizer = source.tokenizer()?.context("--calibrate needs the model's tokenizer")?;
-        let texts = calibration_texts(&self.calibrate, source, &tokenizer)?;
-        let texts = sequences(&texts, SEQUENCE, checkpoint.config(), self.calibrate_tokens);
-        let bar = Progress::of_tokens("calibrating");
-        let total = texts.iter().map(|ids| ids.len() as u64).sum();
-        let mut progress = |done: usize| bar.set(done as u64, total);
-        Ok(Some(Calibration::run(checkpoint, &texts, &mut progress)?))
-    }
-}
-
 /// The ids of texts and conversations for which weights are rounded.
 fn calibration_texts(
     files: &[PathBuf],
-    source: &Source,
+    source: &Model,
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
     let mut texts = Vec::new();
@@ -335,38 +61,4 @@ fn sequences<'a>(
     let length = length.min(SEQUENCE).min(config.max_position_embeddings).max(1);
     let all: Vec<&[u32]> = texts.iter().flat_map(|ids| ids.chunks(length)).collect();
     spread_over(&all, tokens)
-}
-
-fn print(mut report: Report, printer: &mut Printer) -> anyhow::Result<()> {
-    printer.line(format!(
-        "wrote {}: {}, {:.2} bits a weight",
-        report.path,
-        mebibytes(report.bytes),
-        report.bits_per_weight
-    ))?;
-    if report.calibration_tokens > 0 {
-        printer.line(format!("calibrated with {} tokens", report.calibration_tokens))?;
-    }
-    for raised in &report.raised {
-        printer.line(format!("raised {raised}"))?;
-    }
-    let weighted = |tensor: &Tensor| tensor.weighted_rms.unwrap_or(tensor.relative_rms);
-    report.tensors.sort_by(|a, b| weighted(b).total_cmp(&weighted(a)));
-    let columns = ["largest error first", "format", "relative rms", "weighted rms"];
-    let columns = &columns[..if report.calibration_tokens > 0 { 4 } else { 3 }];
-    let mut rows = vec![columns.iter().map(|&name| name.to_owned()).collect::<Vec<_>>()];
-    for tensor in &report.tensors {
-        let mut row = vec![
-            tensor.name.clone(),
-            tensor.format.clone(),
-            format!("{:.4}", tensor.relative_rms),
-            tensor.weighted_rms.map_or("-".into(), |rms| format!("{rms:.4}")),
-        ];
-        row.truncate(columns.len());
-        rows.push(row);
-    }
-    for line in table(&rows) {
-        printer.line(line)?;
-    }
-    Ok(())
 }

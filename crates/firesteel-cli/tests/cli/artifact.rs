@@ -741,8 +741,8 @@ fn damaged_weights_are_found() {
         let (tiny, text) = ("models/spark-tiny", "tests/golden/spark-tiny/heldout.txt");
         for arguments in [
             &["inspect", argument(&out), "--verify"][..],
-            &["check", argument(&out), "--against", &mini, "--min-snr=-100"],
-            &["check", argument(&out), "--against", tiny, "--text", text],
+            &["check", "step", argument(&out), "--against", &mini, "--min-snr=-100"],
+            &["check", "fidelity", argument(&out), "--against", tiny, "--text", text],
         ] {
             let talk = refusal(arguments);
             assert!(talk.contains(&expected), "{arguments:?}: {talk}");

@@ -1,8 +1,9 @@
 //! Measurements: that they measure, and what they say of memory. No test asserts a time.
 
 use crate::support::{argument, firesteel, golden_path, spark_tiny, stdout};
-use firesteel_checkpoint::{Checkpoint, GgufOptions, RandomWeights, WeightFormat, write_gguf};
+use firesteel_checkpoint::{Checkpoint, RandomWeights, WeightFormat};
 use firesteel_kernels::measure::{Operation, kernels};
+use firesteel_quantize::gguf::{GgufOptions, quantize_gguf};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
@@ -97,7 +98,7 @@ fn weights_are_packed_without_memory_for_them() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.gguf");
     let options = GgufOptions::new(WeightFormat::Q8_0);
-    write_gguf(&Checkpoint::random(config, weights), options, &file, &|_, _| {}).unwrap();
+    quantize_gguf(&Checkpoint::random(config, weights), options, &file, &|_, _| {}).unwrap();
     for expected in ["written", "found"] {
         let report = decode(&file, folder.path(), &["--tokens", "8", "--runs", "1"]);
         assert_eq!(report["packed_weights"], expected);

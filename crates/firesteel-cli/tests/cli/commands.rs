@@ -61,9 +61,9 @@ fn help_of_the_program() {
       synth      Write a checkpoint of a published shape with random weights
       export     Write the static decode-step graph of a checkpoint
       calibrate  Learn the ranges of a step's values from text
-      quantize   Write a model quantized: as a GGUF file (--format), or as a step's graph in integers (--scheme)
+      quantize   Write a model quantized: as a GGUF file, or as a step's graph in integers
       compile    Compile artifacts for the NPU of a phone and audit what the compiler made of them
-      check      Compare two runners on the same tokens
+      check      Check the numbers: tensors step by step, what a text and prompts become, what a device computed
       profile    Tell what a step costs on a device, without the device
       generate   Generate text
       bench      Measure this program on this machine
@@ -231,25 +231,46 @@ fn help_of_export() {
 #[test]
 fn help_of_check() {
     assert_snapshot!(help(&["check"]), @"
-    Compare two runners on the same tokens.
+    Check the numbers: tensors step by step, what a text and prompts become, what a device computed
 
-    Both get the same tokens step by step; logits, hidden state after each layer, new keys and new values are compared. With --text or --prompts each side is run for itself, with its own embedding, and what it says is compared. Exit code 1 when something is beyond its bar.
+    Usage: firesteel check <COMMAND>
 
-    Usage: firesteel check [OPTIONS] <PATH>
+    Commands:
+      step      Compare the tensors of two runners, step by step
+      fidelity  Compare what two runners say of a text and of prompts
+      outputs   Compare what a device computed with what its kit expects
+      help      Print this message or the help of the given subcommand(s)
+
+    Options:
+      -h, --help  Print help
+    ");
+}
+
+#[test]
+fn help_of_check_step() {
+    assert_snapshot!(help(&["check", "step"]), @"
+    Compare the tensors of two runners, step by step.
+
+    Both get the same tokens; logits, hidden state after each layer, new keys and new values are compared. Exit code 1 when something is below its bar.
+
+    Usage: firesteel check step [OPTIONS] --against <CHECKPOINT|ARTIFACT> <PATH>
 
     Arguments:
       <PATH>
-              Artifact (or checkpoint) to check, or with --outputs a kit
+              Artifact (or checkpoint) to check
 
     Options:
           --against <CHECKPOINT|ARTIFACT>
               Checkpoint (or artifact) that is right
 
-          --outputs <DIR>
-              What a device computed from the inputs of a kit, as qnn-net-run writes it: GRAPH/Result_N/TENSOR.raw
+          --graph <NAME>
+              The step of a compiled artifact: decode, prefill-T [default: its first]
+
+          --json
+              Print a JSON report
 
           --runner <RUNNER>
-              Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint]
+              Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint, htp for what is compiled]
 
               Possible values:
               - cpu:       The CPU's kernels, from a checkpoint: f32, quantized products for quantized weights
@@ -310,8 +331,68 @@ fn help_of_check() {
           --no-layers
               Leave out the hidden state after each layer
 
+          --record
+              Write the result into the manifest of the compiled artifact that is checked
+
+      -h, --help
+              Print help (see a summary with '-h')
+    ");
+}
+
+#[test]
+fn help_of_check_fidelity() {
+    assert_snapshot!(help(&["check", "fidelity"]), @"
+    Compare what two runners say of a text and of prompts.
+
+    Each side is run for itself, with its own embedding. Exit code 1 when something is beyond its bar.
+
+    Usage: firesteel check fidelity [OPTIONS] --against <CHECKPOINT|ARTIFACT> <--text <FILE>|--prompts <FILE>> <PATH>
+
+    Arguments:
+      <PATH>
+              Artifact (or checkpoint) to check
+
+    Options:
+          --against <CHECKPOINT|ARTIFACT>
+              Checkpoint (or artifact) that is right
+
+          --graph <NAME>
+              The step of a compiled artifact: decode, prefill-T [default: its first]
+
+          --json
+              Print a JSON report
+
+          --runner <RUNNER>
+              Who executes what is checked [default: evaluator for an artifact, engine for a checkpoint, htp for what is compiled]
+
+              Possible values:
+              - cpu:       The CPU's kernels, from a checkpoint: f32, quantized products for quantized weights
+              - engine:    The reference engine in f64, from a checkpoint
+              - evaluator: The graph evaluator, from an artifact
+              - ort:       ONNX Runtime on the CPU, from an artifact
+              - htp:       The emulator of the HTP, from a compiled artifact
+
+          --against-runner <AGAINST_RUNNER>
+              Who executes what is right [default: engine for a checkpoint, evaluator for an artifact]
+
+              Possible values:
+              - cpu:       The CPU's kernels, from a checkpoint: f32, quantized products for quantized weights
+              - engine:    The reference engine in f64, from a checkpoint
+              - evaluator: The graph evaluator, from an artifact
+              - ort:       ONNX Runtime on the CPU, from an artifact
+              - htp:       The emulator of the HTP, from a compiled artifact
+
+          --ort <PATH>
+              ONNX Runtime library, or a folder that holds it; else FIRESTEEL_ORT, else what `firesteel setup ort` installed
+
+          --memory-limit <MIB>
+              Memory of the process that compiles or emulates the HTP, in MiB [default: nine tenths of what is free]
+
+          --time-limit <S>
+              Time of that process, in seconds [default: 3600]
+
           --text <FILE>
-              Text file, or conversations where it ends in .jsonl: compare KL, perplexity and most probable tokens over it, instead of tensors
+              Text file, or conversations where it ends in .jsonl: compare logits, KL, perplexity and most probable tokens over it
 
           --prompts <FILE>
               File of prompts, one a line, or of conversations where it ends in .jsonl: compare greedy continuations of --greedy tokens
@@ -333,6 +414,12 @@ fn help_of_check() {
           --against-kv <FORMAT>
               What is right stores keys and values in this format on the cpu runner: f32, f16 or q8 [default: f32]
 
+          --greedy <N>
+              Tokens of a greedy continuation of --prompts [default: 32]
+
+          --min-snr <DB>
+              Smallest SNR in dB of the logits over --text
+
           --max-kl <NATS>
               Largest mean KL divergence over --text, in nats
 
@@ -345,11 +432,35 @@ fn help_of_check() {
           --min-kept <SHARE>
               Smallest mean share of a continuation of --prompts before it differs, near ties left out
 
-          --graph <NAME>
-              The step of a compiled artifact: decode, prefill-T [default: its first]
+      -h, --help
+              Print help (see a summary with '-h')
+    ");
+}
 
-          --record
-              Write the result into the manifest of the compiled artifact that is checked
+#[test]
+fn help_of_check_outputs() {
+    assert_snapshot!(help(&["check", "outputs"]), @"
+    Compare what a device computed with what its kit expects.
+
+    Exit code 1 when something is below its bar.
+
+    Usage: firesteel check outputs [OPTIONS] <KIT> <OUTPUTS>
+
+    Arguments:
+      <KIT>
+              Folder that `firesteel profile phone-kit` wrote
+
+      <OUTPUTS>
+              What a device computed from its inputs, as qnn-net-run writes it: GRAPH/Result_N/TENSOR.raw
+
+    Options:
+          --min-snr <DB>
+              SNR in dB that logits and entries must reach, each over all steps [default: that of the kit]
+
+          --tie-margin <GAP>
+              Logit gap below which the most probable tokens are a tie
+
+              [default: 0.001]
 
           --json
               Print a JSON report
@@ -1190,7 +1301,7 @@ fn check_reports() {
     let out = folder.path().join("artifact");
     export(&out, &["--context", "256"]);
     let check = |options: &[&str]| {
-        stdout(&[&["check", argument(&out), "--against", SPARK_TINY], options].concat())
+        stdout(&[&["check", "step", argument(&out), "--against", SPARK_TINY], options].concat())
     };
     let text = check(&[]);
     with_numbers_hidden(|| {
@@ -1348,7 +1459,7 @@ fn check_refuses_or_tells_of_numbers_of_tokens_that_it_cannot_take() {
     export(&one, &["--context", "48", "--layers", "0:4"]);
     export(&four, &["--context", "48", "--tokens", "4"]);
     let check = |path: &Path, extra: &[&str]| {
-        let fixed = ["check", argument(path), "--against", SPARK_TINY, "--no-layers"];
+        let fixed = ["check", "step", argument(path), "--against", SPARK_TINY, "--no-layers"];
         firesteel(&[&fixed[..], extra].concat())
     };
     let refusals: [(&Path, &[&str], &str); 3] = [
@@ -1409,6 +1520,7 @@ fn check_fails_below_the_bar() {
     let check = |bar: &str, extra: &[&str]| {
         let arguments = [
             "check",
+            "step",
             argument(&wrong),
             "--against",
             argument(&right),
@@ -1473,7 +1585,7 @@ fn refusals() {
         arguments.iter().map(|&argument| argument.to_owned()).collect()
     };
     let against = |options: &[&str]| -> Vec<String> {
-        run(&[&["check", &artifact, "--against", SPARK_TINY], options].concat())
+        run(&[&["check", "step", &artifact, "--against", SPARK_TINY], options].concat())
     };
     let cases: Vec<(Vec<String>, &str)> = vec![
         // The command line.
@@ -1497,7 +1609,10 @@ fn refusals() {
         // Paths.
         (run(&["inspect", "no-such-folder"]), "no-such-folder"),
         (run(&["inspect", &tools]), "model_type"),
-        (run(&["inspect", "models/spark-tiny/model.safetensors"]), "accepted: at most 1048576"),
+        (
+            run(&["inspect", "models/spark-tiny/model.safetensors"]),
+            "in safetensors; give the folder",
+        ),
         (run(&["export", "no-such-folder", "--out", &out]), "no-such-folder"),
         (run(&["export", &artifact, "--out", &out]), "neither model.safetensors nor"),
         (
@@ -1545,11 +1660,14 @@ fn refusals() {
             "/no/such/library (from --ort)",
         ),
         (
-            run(&["check", &artifact, "--against", &chunk]),
+            run(&["check", "step", &artifact, "--against", &chunk]),
             "the tokens a step of evaluator and evaluator differ: 4 against 1",
         ),
-        (run(&["check", &artifact, "--against", mini]), "hidden_size of the step is 256, but"),
-        (run(&["check", mini, "--against", mini, "--prompt", &words]), "give --ids"),
+        (
+            run(&["check", "step", &artifact, "--against", mini]),
+            "hidden_size of the step is 256, but",
+        ),
+        (run(&["check", "step", mini, "--against", mini, "--prompt", &words]), "give --ids"),
         (
             run(&["generate", SPARK_TINY, "--messages", &conversation]),
             "expected one of `system`, `developer`, `user`, `assistant`, `tool`",
@@ -1650,7 +1768,7 @@ fn a_closed_pipe_is_no_error() {
         &["inspect", SPARK_TINY],
         &["inspect", SPARK_TINY, "--json"],
         &["export", SPARK_TINY, "--out", out, "--context", "64"],
-        &["check", out, "--against", SPARK_TINY, "--steps", "4", "--greedy", "0"],
+        &["check", "step", out, "--against", SPARK_TINY, "--steps", "4", "--greedy", "0"],
         &["generate", SPARK_TINY, "--prompt", "One", "--max-tokens", "20"],
         &["generate", SPARK_TINY, "--prompt", "One", "--max-tokens", "2", "--json"],
     ] {

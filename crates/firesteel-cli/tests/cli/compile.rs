@@ -61,7 +61,8 @@ fn the_trained_model_is_placed_and_right_on_the_emulator() {
     assert!(read >= weights && read < weights + weights / 4, "{read} of {weights}");
 
     let against = spark_tiny();
-    let check = ["check", argument(&out), "--against", argument(&against), "--runner", "htp"];
+    let check =
+        ["check", "step", argument(&out), "--against", argument(&against), "--runner", "htp"];
     let more = ["--steps", "24", "--tie-margin", "0.05", "--min-snr", "45", "--record"];
     let greedy = ["--greedy", "64", "--min-greedy", "1"];
     let talk = firesteel(&[&check[..], &more, &greedy].concat());
@@ -94,7 +95,7 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
     let tiny = argument(&tiny);
     let text = ["calibrate", tiny, "--text", argument(&text), "--samples", "8"];
     stdout(&[&text[..], &["--out", argument(&ranges)]].concat());
-    let quantize = ["quantize", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
+    let quantize = ["quantize", "graph", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
     let options = ["--context", "128", "--embedding", "--out", argument(&artifact)];
     stdout(&[&quantize[..], &options].concat());
     let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
@@ -105,7 +106,8 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
     assert_eq!(audit["qnn_ops"]["Gelu"], 4);
 
     let check = |path: &Path, more: &[&str]| {
-        let fixed = ["check", argument(path), "--against", tiny, "--min-snr", "36", "--json"];
+        let fixed =
+            ["check", "step", argument(path), "--against", tiny, "--min-snr", "36", "--json"];
         let report = firesteel(&[&fixed[..], more].concat());
         let report = parsed(&String::from_utf8(report.stdout).unwrap());
         assert_eq!(report["passed"], true, "{report}");
@@ -122,7 +124,8 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
     // Text and conversations, each model by itself.
     for name in ["heldout.txt", "heldout_chats.jsonl"] {
         let file = golden_path("spark-tiny").join(name);
-        let fixed = ["check", argument(&out), "--against", tiny, "--text", argument(&file)];
+        let fixed =
+            ["check", "fidelity", argument(&out), "--against", tiny, "--text", argument(&file)];
         let talk = firesteel(&[&fixed[..], &["--tokens", "96", "--min-snr", "36"]].concat());
         let shown = String::from_utf8(talk.stdout).unwrap();
         let estimate = String::from_utf8(talk.stderr).unwrap();
@@ -131,7 +134,8 @@ fn integers_are_placed_as_planned_and_the_emulator_is_the_evaluator() {
             assert!(shown.lines().any(|found| found.starts_with(line)), "{line}: {shown}");
         }
     }
-    let fixed = ["check", argument(&out), "--against", tiny, "--time-limit", "20", "--text"];
+    let fixed =
+        ["check", "fidelity", argument(&out), "--against", tiny, "--time-limit", "20", "--text"];
     let talk = refusal(&[&fixed[..], &[argument(&golden_path("spark-tiny/heldout.txt"))]].concat());
     assert!(talk.contains("the limit is 20 s; give fewer --tokens"), "{talk}");
 
@@ -153,7 +157,8 @@ fn a_layer_of_the_published_shape_is_placed_and_right() {
     stdout(&[&synth[..], &["--out", model]].concat());
     let calibrate = ["calibrate", model, "--layers", "0:1", "--spread", "128", "--out", ranges];
     stdout(&calibrate);
-    let quantize = ["quantize", model, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
+    let quantize =
+        ["quantize", "graph", model, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
     let options = ["--ranges", ranges, "--spread", "128", "--quick", "--out", argument(&artifact)];
     stdout(&[&quantize[..], &options].concat());
     let manifest = parsed(&stdout(&compile(&artifact, &out, &["--json"])));
@@ -163,7 +168,8 @@ fn a_layer_of_the_published_shape_is_placed_and_right() {
     let weights = audit["weights"]["int8 per channel"]["elements"].as_u64().unwrap();
     let read = audit["schematic"]["total"]["dram_read"].as_u64().unwrap();
     assert!(read >= weights && read < weights + weights / 10, "{read} of {weights}");
-    let check = ["check", argument(&out), "--against", model, "--greedy", "0", "--min-snr", "36"];
+    let check =
+        ["check", "step", argument(&out), "--against", model, "--greedy", "0", "--min-snr", "36"];
     let shown = stdout(&[&check[..], &["--steps", "8"]].concat());
     assert!(shown.contains("placed: all of 51 ops on the HTP"), "{shown}");
 }
@@ -190,7 +196,9 @@ fn a_layer_with_norms_of_the_heads_is_placed_and_right() {
             let (artifact, out) = (at(&name), at(&format!("{name}-compiled")));
             let make: &[&str] = match half {
                 true => &["export", model, "--dialect", "qnn", "--precision", "fp16"],
-                false => &["quantize", model, "--scheme", "w8a16", "--ranges", ranges, "--quick"],
+                false => &[
+                    "quantize", "graph", model, "--scheme", "w8a16", "--ranges", ranges, "--quick",
+                ],
             };
             let more: &[&str] = if half { &[] } else { &ids };
             let to = [tokens, "--out", argument(&artifact)];
@@ -204,7 +212,7 @@ fn a_layer_with_norms_of_the_heads_is_placed_and_right() {
             }
             let format = if half { "f16" } else { "int8 per channel" };
             assert_eq!(audit["weights"][format]["tensors"], 7, "{name}");
-            let check = ["check", argument(&out), "--against", model, "--greedy", "0"];
+            let check = ["check", "step", argument(&out), "--against", model, "--greedy", "0"];
             let shown = stdout(&[&check[..], &["--steps", "24", "--min-snr", bar]].concat());
             assert!(shown.contains("numerically right: yes on the emulator"), "{name}: {shown}");
         }
@@ -231,7 +239,8 @@ fn steps_whose_caches_do_not_fit_are_refused() {
     std::fs::write(other, text.replace("\"tool_version\": \"", "\"tool_version\": \"0.")).unwrap();
     let quantize = |name: &str, more: &[&str]| {
         let path = at(name);
-        let fixed = ["quantize", tiny, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
+        let fixed =
+            ["quantize", "graph", tiny, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
         let context = ["--context", "64", "--out", argument(&path)];
         stdout(&[&fixed[..], &context, more].concat());
         path
@@ -270,7 +279,7 @@ fn what_is_kept_in_floats_and_what_is_made_up_are_told() {
     let (tiny, ranges) = (argument(&tiny), argument(&ranges));
     layer_ranges(Path::new(ranges));
     let (kept, made_up) = (at("kept"), at("made-up"));
-    let fixed = ["quantize", tiny, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
+    let fixed = ["quantize", "graph", tiny, "--scheme", "w8a16", "--layers", "0:1", "--no-lm-head"];
     let options = ["--context", "64", "--ranges", ranges, "--keep", "*down_proj*=fp16", "--out"];
     stdout(&[&fixed[..], &options, &[argument(&kept)]].concat());
     let out = at("compiled");
@@ -279,7 +288,7 @@ fn what_is_kept_in_floats_and_what_is_made_up_are_told() {
     assert_eq!(part["audit"]["findings"], json!([]));
     assert_eq!(part["audit"]["weights"]["f16"]["tensors"], 1);
     assert_eq!(manifest["settings"]["soc_model"], "69");
-    let check = ["check", argument(&out), "--against", tiny, "--steps", "8"];
+    let check = ["check", "step", argument(&out), "--against", tiny, "--steps", "8"];
     stdout(&[&check[..], &["--min-snr", "36"]].concat());
 
     // Keys and values in floats are asked for, so there is nothing to find.
@@ -298,7 +307,8 @@ fn what_is_kept_in_floats_and_what_is_made_up_are_told() {
     for name in ["decode-uncalibrated.onnx", "decode-uncalibrated_qnn.bin"] {
         assert!(found.iter().any(|found| found == name), "{found:?}");
     }
-    let check = ["check", argument(&out), "--against", tiny, "--steps", "1", "--min-snr", "-99"];
+    let check =
+        ["check", "step", argument(&out), "--against", tiny, "--steps", "1", "--min-snr", "-99"];
     let talk = String::from_utf8(firesteel(&check).stderr).unwrap();
     assert!(talk.contains("the compiled artifact is uncalibrated"), "{talk}");
 }
@@ -315,8 +325,8 @@ fn parts_and_shared_weights() {
     let named: Vec<&str> = parts.iter().map(|part| part["name"].as_str().unwrap()).collect();
     assert_eq!(named, ["decode-layers-0-2", "decode-layers-2-4", "decode-head-0"]);
     let against = spark_tiny();
-    let check =
-        ["check", argument(&at("parts")), "--against", argument(&against)].map(str::to_owned);
+    let check = ["check", "step", argument(&at("parts")), "--against", argument(&against)]
+        .map(str::to_owned);
     let check: Vec<&str> = check.iter().map(String::as_str).collect();
     let text =
         stdout(&[&check[..], &["--steps", "8", "--greedy", "0", "--min-snr", "45"]].concat());
@@ -346,6 +356,7 @@ fn parts_and_shared_weights() {
     assert!(together * 100 < 115 * alone[0], "{together} against {alone:?}");
     let text = stdout(&[
         "check",
+        "step",
         argument(&shared),
         "--graph",
         "prefill-16",
@@ -708,7 +719,7 @@ fn options_are_refused_before_anything_starts() {
             &["is no compiled firesteel artifact"],
         ),
         (
-            &["check", half, "--against", argument(&tiny), "--runner", "htp"],
+            &["check", "step", half, "--against", argument(&tiny), "--runner", "htp"],
             &["compile this one first"],
         ),
     ];
@@ -758,7 +769,8 @@ fn a_damaged_compiled_artifact_is_refused() {
     }
     std::fs::write(&file, changed("/libraries/qnn_sdk", json!("2.40.0")).to_string()).unwrap();
     let tiny = spark_tiny();
-    let check = ["check", argument(&at("good")), "--against", argument(&tiny)].map(str::to_owned);
+    let check =
+        ["check", "step", argument(&at("good")), "--against", argument(&tiny)].map(str::to_owned);
     let check: Vec<&str> = check.iter().map(String::as_str).collect();
     let talk = refusal(&check);
     assert!(talk.contains("the QNN SDK was 2.40.0 and is 2.51.0; compile it again"), "{talk}");

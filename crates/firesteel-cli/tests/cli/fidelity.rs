@@ -12,8 +12,9 @@ const SPARK_TINY: &str = "models/spark-tiny";
 const HELD_OUT: &str = "tests/golden/spark-tiny/heldout.txt";
 const PROMPTS: &str = "tests/golden/spark-tiny/prompts.txt";
 
-/// `check` of spark-tiny on the kernels against itself.
-const ITSELF: [&str; 6] = ["check", SPARK_TINY, "--against", SPARK_TINY, "--runner", "cpu"];
+/// `check fidelity` of spark-tiny on the kernels against itself.
+const ITSELF: [&str; 7] =
+    ["check", "fidelity", SPARK_TINY, "--against", SPARK_TINY, "--runner", "cpu"];
 
 fn report(arguments: &[&str]) -> Value {
     serde_json::from_str(&stdout(&[&ITSELF[..], arguments, &["--json"]].concat())).unwrap()
@@ -77,7 +78,15 @@ fn the_error_of_coarser_caches_is_in_the_report() {
 fn continuations_have_bars_that_fail() {
     let (tiny, coarse) = (spark_tiny(), golden_path("llamacpp/spark-tiny-q4_0.gguf"));
     let check = |bars: &[&str]| {
-        let command = ["check", argument(&coarse), "--against", argument(&tiny), "--runner", "cpu"];
+        let command = [
+            "check",
+            "fidelity",
+            argument(&coarse),
+            "--against",
+            argument(&tiny),
+            "--runner",
+            "cpu",
+        ];
         let prompts = ["--against-runner", "cpu", "--prompts", PROMPTS, "--greedy", "16"];
         let output = firesteel(&[&command[..], &prompts, bars].concat());
         let talk = String::from_utf8(output.stdout).unwrap();
@@ -96,7 +105,7 @@ fn continuations_have_bars_that_fail() {
 
 #[test]
 fn options_that_would_do_nothing_are_refused() {
-    let tiny = ["check", SPARK_TINY, "--against", SPARK_TINY];
+    let tiny = ["check", "fidelity", SPARK_TINY, "--against", SPARK_TINY];
     let prompts = ["--prompts", PROMPTS];
     let text = ["--text", HELD_OUT];
     let cases: [(&[&str], &[&str], &str); 22] = [
@@ -104,21 +113,21 @@ fn options_that_would_do_nothing_are_refused() {
         (&prompts, &["--greedy", "18446744073709551615"], "they exceed the context of 4096"),
         (&prompts, &["--min-exact", "1.5"], "--min-exact 1.5: a share from 0 to 1 is accepted"),
         (&prompts, &["--min-kept", "NaN"], "--min-kept NaN: a share from 0 to 1 is accepted"),
-        (&prompts, &["--min-snr", "40"], "--min-snr does nothing with --prompts alone"),
+        (&prompts, &["--min-snr", "40"], "--text <FILE>"),
         (&prompts, &["--sequence", "40"], "--text <FILE>"),
         (&text, &["--sequence", "0"], "--sequence <N>"),
         (&text, &["--sequence", "5000"], "--sequence 5000: the step has a context of 4096"),
-        (&text, &["--greedy", "9"], "--greedy does nothing with --text alone"),
-        (&text, &["--min-greedy", "1"], "cannot be used with"),
+        (&text, &["--greedy", "9"], "--prompts <FILE>"),
+        (&text, &["--min-greedy", "1"], "unexpected argument '--min-greedy'"),
         (&text, &["--min-exact", "1"], "--prompts <FILE>"),
         (&text, &["--kv", "q8"], "--kv q8 does nothing on the engine"),
         (&text, &["--against-kv", "f16"], "--against-kv f16 does nothing on the engine"),
         (&text, &["--kv", "f8"], "f8"),
         (&text, &["--min-snr", "nan"], "--min-snr: a finite number is accepted"),
-        (&text, &["--steps", "9"], "cannot be used with"),
-        (&text, &["--tie-margin", "1"], "cannot be used with"),
-        (&text, &["--no-layers"], "cannot be used with"),
-        (&prompts, &["--greedy-prompt", "3"], "cannot be used with"),
+        (&text, &["--steps", "9"], "unexpected argument '--steps'"),
+        (&text, &["--tie-margin", "1"], "unexpected argument '--tie-margin'"),
+        (&text, &["--no-layers"], "unexpected argument '--no-layers'"),
+        (&prompts, &["--greedy-prompt", "3"], "unexpected argument '--greedy-prompt'"),
         (&[], &["--kv", "f32"], "--text <FILE>|--prompts <FILE>"),
         (&[], &["--near-tie", "1"], "--text <FILE>|--prompts <FILE>"),
         (&[], &["--min-kept", "1"], "--prompts <FILE>"),
@@ -139,7 +148,7 @@ fn a_text_is_cut_by_a_shorter_context_only_with_a_word() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("artifact");
     stdout(&["export", SPARK_TINY, "--context", "48", "--embedding", "--out", argument(&out)]);
-    let check = ["check", argument(&out), "--against", SPARK_TINY, "--text", HELD_OUT];
+    let check = ["check", "fidelity", argument(&out), "--against", SPARK_TINY, "--text", HELD_OUT];
     let with = |options: &[&str]| {
         let output = firesteel(&[&check[..], options].concat());
         assert!(output.status.success(), "{output:?}");

@@ -95,7 +95,7 @@ const CALIBRATION: &str = "tests/golden/spark-tiny/calibration.txt";
 /// Writes a file with `quantize` and returns its report.
 fn quantized(file: &str, arguments: &[&str]) -> Value {
     let tiny = spark_tiny();
-    let command = ["quantize", argument(&tiny), "--out", file, "--force", "--json"];
+    let command = ["quantize", "gguf", argument(&tiny), "--out", file, "--force", "--json"];
     serde_json::from_str(&stdout(&[&command[..], arguments].concat())).unwrap()
 }
 
@@ -103,7 +103,8 @@ fn quantized(file: &str, arguments: &[&str]) -> Value {
 /// of the held-out text.
 fn fidelity(file: &str, arguments: &[&str]) -> Value {
     let tiny = spark_tiny();
-    let command = ["check", file, "--against", argument(&tiny), "--runner", "cpu", "--json"];
+    let command =
+        ["check", "fidelity", file, "--against", argument(&tiny), "--runner", "cpu", "--json"];
     let text = ["--against-runner", "cpu", "--text", HELD_OUT, "--tokens", "8192"];
     serde_json::from_str(&stdout(&[&command[..], &text, arguments].concat())).unwrap()
 }
@@ -143,7 +144,8 @@ fn eight_bits_stay_within_a_thousandth() {
 
     // The same limits a hundredth as large are exceeded, and say so.
     let tiny = spark_tiny();
-    let command = ["check", argument(&file), "--against", argument(&tiny), "--runner", "cpu"];
+    let command =
+        ["check", "fidelity", argument(&file), "--against", argument(&tiny), "--runner", "cpu"];
     let limits = ["--max-kl", "1e-5", "--max-perplexity-change", "1e-7", "--min-snr", "90"];
     let text = ["--text", HELD_OUT, "--tokens", "512"];
     let output = firesteel(&[&command[..], &text, &limits].concat());
@@ -152,6 +154,29 @@ fn eight_bits_stay_within_a_thousandth() {
     assert_eq!(report.matches("FAILED: ").count(), 3, "{report}");
     for part in ["the mean KL divergence is", "the change of the perplexity is", "below 90 dB"] {
         assert!(report.contains(part), "{part}: {report}");
+    }
+}
+
+/// What a file holds counts, and not its name.
+#[test]
+fn a_file_of_another_name_is_read_by_every_verb() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.bin");
+    let named = golden_path("llamacpp/spark-tiny-q4_k_m.gguf");
+    std::fs::copy(&named, &file).unwrap();
+    for (named, other) in [(argument(&named), argument(&file))] {
+        let shown = |path| stdout(&["inspect", path]).replace(path, "PATH");
+        assert_eq!(shown(named), shown(other));
+        let said = |path| {
+            let options =
+                ["--prompt", "The Jargon File", "--max-tokens", "4", "--temperature", "0"];
+            stdout(&[&["generate", path], &options[..]].concat())
+        };
+        assert_eq!(said(named), said(other));
+        let memory = |path| stdout(&["profile", "memory", "--model", path]).replace(path, "PATH");
+        assert_eq!(memory(named), memory(other));
+        let step = ["--steps", "2", "--greedy", "0"];
+        stdout(&[&["check", "step", other, "--against", named], &step[..]].concat());
     }
 }
 
@@ -217,7 +242,7 @@ fn formats_by_name_and_budget_are_reported() {
 
     let refused = |arguments: &[&str]| {
         let tiny = spark_tiny();
-        let command = ["quantize", argument(&tiny), "--out", "no.gguf", "--format", "q4_0"];
+        let command = ["quantize", "gguf", argument(&tiny), "--out", "no.gguf", "--format", "q4_0"];
         refusal(&[&command[..], arguments].concat())
     };
     let cases: [(&[&str], &str); 5] = [
@@ -256,7 +281,7 @@ fn what_would_do_nothing_with_a_format_is_refused() {
     ];
     let mut wrong = Vec::new();
     for (format, arguments, expected) in cases {
-        let command = ["quantize", "models/spark-tiny", "--force", "--out", argument(&out)];
+        let command = ["quantize", "gguf", "models/spark-tiny", "--force", "--out", argument(&out)];
         let arguments = arguments.concat();
         let output = firesteel(&[&command[..], &["--format", format], &arguments].concat());
         let talk = String::from_utf8(output.stderr).unwrap();
@@ -276,7 +301,7 @@ fn every_tensor_is_printed_with_its_error() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.gguf");
     let report = quantized(argument(&file), &["--format", "q4_k_m"]);
-    let command = ["quantize", "models/spark-tiny", "--force", "--out", argument(&file)];
+    let command = ["quantize", "gguf", "models/spark-tiny", "--force", "--out", argument(&file)];
     let text = stdout(&[&command[..], &["--format", "q4_k_m"]].concat());
     let mut lines = text.lines().skip_while(|line| !line.starts_with("largest error first"));
     assert!(lines.next().unwrap().ends_with("relative rms"), "{text}");
@@ -307,7 +332,8 @@ fn what_the_file_has_no_place_for_is_told() {
     let config = r#"{"eos_token_id": [1, 7, 9, 42], "bad_words_ids": [[3]], "min_new_tokens": 2}"#;
     std::fs::write(model.join("generation_config.json"), config).unwrap();
     let out = folder.path().join("model.gguf");
-    let command = ["quantize", argument(&model), "--format", "f16", "--out", argument(&out)];
+    let command =
+        ["quantize", "gguf", argument(&model), "--format", "f16", "--out", argument(&out)];
     let output = firesteel(&[&command[..], &["--json"]].concat());
     let talk = String::from_utf8(output.stderr).unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -341,7 +367,7 @@ fn conversations_are_continued_without_their_last_answer() {
     std::fs::write(&chats, some.join("\n")).unwrap();
     let tiny = spark_tiny();
     let check = |file: &Path, test: &Path| -> Value {
-        let command = ["check", argument(test), "--against", argument(&tiny), "--json"];
+        let command = ["check", "step", argument(test), "--against", argument(&tiny), "--json"];
         let runners = ["--runner", "cpu", "--against-runner", "cpu", "--prompts", argument(file)];
         serde_json::from_str(&stdout(&[&command[..], &runners].concat())).unwrap()
     };
@@ -354,7 +380,7 @@ fn conversations_are_continued_without_their_last_answer() {
     assert!(kept > 0.3 && kept <= 1.0, "{coarse}");
 
     std::fs::write(&chats, "{\"messages\": 1}\n").unwrap();
-    let command = ["check", argument(&tiny), "--against", argument(&tiny), "--prompts"];
+    let command = ["check", "fidelity", argument(&tiny), "--against", argument(&tiny), "--prompts"];
     let talk = refusal(&[&command[..], &[argument(&chats)]].concat());
     assert!(talk.contains("line 1 of ") && talk.contains("is no conversation"), "{talk}");
     std::fs::write(&chats, "\n").unwrap();

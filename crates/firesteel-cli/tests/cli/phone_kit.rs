@@ -1,4 +1,4 @@
-//! `firesteel profile phone-kit`, and `check --outputs` on what comes back.
+//! `firesteel profile phone-kit`, and `check outputs` on what comes back.
 
 use crate::support::{
     argument, copy_folder, export_to, firesteel, golden_path, names, options, refusal, spark_tiny,
@@ -176,7 +176,7 @@ fn what_comes_back_is_compared() {
     let folder = tempfile::tempdir().unwrap();
     let (kit, back) = (kit_in(folder.path()).0, folder.path().join("back"));
     ideal_outputs(&kit, &back);
-    let check = ["check", argument(&kit), "--outputs", argument(&back)];
+    let check = ["check", "outputs", argument(&kit), argument(&back)];
     assert_snapshot!(stdout(&check), @"
     a device against engine: 3 tokens in steps of 1
                                SNR  max difference
@@ -224,7 +224,7 @@ fn files_that_are_not_a_kits_are_refused() {
     // The folder of the only graph may be left out, and logs beside the results are not looked at.
     let inner = back.join("model");
     std::fs::write(inner.join("qnn-profiling-data_0.log"), "log").unwrap();
-    let check = ["check", argument(&kit), "--outputs", argument(&inner)];
+    let check = ["check", "outputs", argument(&kit), argument(&inner)];
     stdout(&check);
     let refused = |change: &dyn Fn(), undo: &dyn Fn(), reason: &str| {
         change();
@@ -268,13 +268,13 @@ fn files_that_are_not_a_kits_are_refused() {
         "Result_3 is no step of the kit",
     );
     let artifact = folder.path().join("artifact");
-    let talk = refusal(&["check", argument(&artifact), "--outputs", argument(&back)]);
+    let talk = refusal(&["check", "outputs", argument(&artifact), argument(&back)]);
     assert!(talk.contains("is no kit"), "{talk}");
-    let talk = refusal(&["check", argument(&kit)]);
-    assert!(talk.contains("--against"), "{talk}");
+    let talk = refusal(&["check", "outputs", argument(&kit)]);
+    assert!(talk.contains("<OUTPUTS>"), "{talk}");
     for nothing in ["--runner=ort", "--steps=3", "--greedy=0", "--no-layers", "--prompt=text"] {
         let talk = refusal(&[&check[..], &[nothing]].concat());
-        assert!(talk.contains("cannot be used with"), "{nothing}: {talk}");
+        assert!(talk.contains("unexpected argument"), "{nothing}: {talk}");
     }
     let text = std::fs::read_to_string(kit.join("kit.json")).unwrap();
     for (from, to, reason) in [
@@ -349,7 +349,7 @@ fn the_graphs_of_a_kit_run_from_its_files() {
     let (tiny, ranges, integers) = (argument(&tiny), at("ranges.json"), at("integers"));
     let text = ["calibrate", tiny, "--text", argument(&text), "--samples", "4"];
     stdout(&[&text[..], &["--tokens", "64", "--out", argument(&ranges)]].concat());
-    let quantize = ["quantize", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
+    let quantize = ["quantize", "graph", tiny, "--scheme", "w8a16", "--ranges", argument(&ranges)];
     stdout(&[&quantize[..], &["--context", "64", "--out", argument(&integers)]].concat());
     for (name, bar, parts) in [("single", "100", 1), ("half", "40", 3), ("integers", "60", 1)] {
         let at = |suffix: &str| folder.path().join(format!("{name}{suffix}"));
@@ -369,7 +369,7 @@ fn the_graphs_of_a_kit_run_from_its_files() {
             names.into_iter().zip(model.run(inputs).unwrap()).collect()
         });
         assert_eq!(names(&back).len(), parts, "{name}");
-        let check = ["check", argument(&kit), "--outputs", argument(&back), "--min-snr", bar];
+        let check = ["check", "outputs", argument(&kit), argument(&back), "--min-snr", bar];
         let report = firesteel(&[&check[..], &["--json"]].concat());
         let text = String::from_utf8(report.stdout).unwrap();
         let talk = String::from_utf8(report.stderr).unwrap();
@@ -420,7 +420,7 @@ fn a_compiled_kit_runs_on_the_emulator() {
         let names: Vec<String> = model.outputs().iter().map(|port| port.name.clone()).collect();
         names.into_iter().zip(model.run(inputs).unwrap()).collect()
     });
-    let check = ["check", argument(&kit), "--outputs", argument(&back), "--min-snr", "40"];
+    let check = ["check", "outputs", argument(&kit), argument(&back), "--min-snr", "40"];
     let text = stdout(&check);
     assert!(text.starts_with("a device (sm8750) against engine: 3 tokens"), "{text}");
 }

@@ -113,7 +113,8 @@ fn an_artifact_is_counted_from_its_graphs() {
     };
     export_to(&checkpoint, half, &at("half"));
     let integers = at("integers");
-    let quantize = ["quantize", "models/spark-tiny", "--scheme", "w8a16", "--uncalibrated"];
+    let quantize =
+        ["quantize", "graph", "models/spark-tiny", "--scheme", "w8a16", "--uncalibrated"];
     stdout(&[&quantize[..], &["--context", "256", "--out", argument(&integers)]].concat());
     for (artifact, precision) in [(at("half"), "fp16"), (integers, "w8a16")] {
         let counted = parse(&estimate(&[argument(&artifact), "--json"]));

@@ -59,7 +59,8 @@ fn quantize(out: &Path, options: &[&str]) -> Value {
 
 fn quantize_with(ranges: &Path, out: &Path, options: &[&str]) -> Value {
     let (tiny, ranges) = (spark_tiny(), argument(ranges));
-    let command = ["quantize", argument(&tiny), "--ranges", ranges, "--out", argument(out)];
+    let command =
+        ["quantize", "graph", argument(&tiny), "--ranges", ranges, "--out", argument(out)];
     json(&[&command[..], options].concat())
 }
 
@@ -110,7 +111,8 @@ struct Agreement {
 /// Runs a model and the trained one over held-out text or conversations.
 fn compared(model: &Path, runner: &str, text: &str, tokens: &str) -> Agreement {
     let tiny = spark_tiny();
-    let command = ["check", argument(model), "--against", argument(&tiny), "--runner", runner];
+    let command =
+        ["check", "fidelity", argument(model), "--against", argument(&tiny), "--runner", runner];
     let options = ["--text", text, "--tokens", tokens, "--sequence", "256"];
     let report = json(&[&command[..], &options].concat());
     let counted = |key: &str| report.pointer(key).and_then(Value::as_u64).unwrap();
@@ -212,7 +214,8 @@ fn mixed_widths_lose_no_more_than_those_of_llama_cpp() {
     let peer = Agreement { decibels: meter.snr().db.unwrap(), top1: top1 / tokens as f64, kl };
     let ids: Vec<String> = ids.iter().map(u32::to_string).collect();
     let (ids, steps) = (ids.join(","), tokens.to_string());
-    let command = ["check", argument(&out), "--against", argument(&tiny), "--runner", "ort"];
+    let command =
+        ["check", "step", argument(&out), "--against", argument(&tiny), "--runner", "ort"];
     let options = ["--ids", &ids, "--steps", &steps, "--greedy", "0", "--tie-margin", "0"];
     let check = json(&[&command[..], &options].concat());
     let [decibels, top1, kl] =
@@ -278,11 +281,19 @@ fn every_observer_gives_ranges_that_hold() {
     // 8-bit activations, where a range that is too wide or too narrow costs most.
     let decibels = |ranges: &Path, name: &str| {
         let out = folder.path().join(name);
-        let command =
-            ["quantize", argument(&tiny), "--ranges", argument(ranges), "--scheme", "w8a8"];
+        let command = [
+            "quantize",
+            "graph",
+            argument(&tiny),
+            "--ranges",
+            argument(ranges),
+            "--scheme",
+            "w8a8",
+        ];
         let options = ["--context", "128", "--embedding", "--out", argument(&out)];
         stdout(&[&command[..], &options].concat());
-        let command = ["check", argument(&out), "--against", argument(&tiny), "--text", HELD_OUT];
+        let command =
+            ["check", "fidelity", argument(&out), "--against", argument(&tiny), "--text", HELD_OUT];
         let report = json(&[&command[..], &["--runner", "ort", "--tokens", "256"]].concat());
         number(&report, "/text/logits/db")
     };
@@ -341,7 +352,8 @@ fn the_evaluator_gives_what_onnx_runtime_gives_on_every_kind_of_graph() {
             let tiny = spark_tiny();
             let command = ["calibrate", argument(&tiny), "--text", CALIBRATION, "--samples", "1"];
             json(&[&command[..], &["--gelu", "sigmoid", "--out", argument(&file)]].concat());
-            let command = ["quantize", argument(&tiny), "--ranges", argument(&file), "--out"];
+            let command =
+                ["quantize", "graph", argument(&tiny), "--ranges", argument(&file), "--out"];
             json(&[&command[..], &[argument(&out), "--context", "96"], &options].concat());
         } else {
             quantize(&out, &[&["--context", "96"], &options[..]].concat());
@@ -499,7 +511,7 @@ fn an_artifact_in_floats_becomes_the_same_integers() {
     let mut models = Vec::new();
     for (source, name, options) in [(&float, "a", &[][..]), (&tiny, "b", &step)] {
         let out = folder.path().join(name);
-        let command = ["quantize", argument(source), "--scheme", "w8a16", "--embedding"];
+        let command = ["quantize", "graph", argument(source), "--scheme", "w8a16", "--embedding"];
         let ranges = ["--ranges", argument(&ranges), "--out", argument(&out)];
         json(&[&command[..], &ranges, options].concat());
         let read = |name: &str| std::fs::read(out.join(name)).unwrap();
@@ -548,7 +560,8 @@ fn a_budget_of_decibels_is_measured_until_it_holds() {
     }
     assert!(raised[0] < raised[1] && raised[1] < 21, "{raised:?}");
     let (tiny, out) = (spark_tiny(), folder.path().join("none"));
-    let command = ["quantize", argument(&tiny), "--ranges", argument(ranges()), "--scheme"];
+    let command =
+        ["quantize", "graph", argument(&tiny), "--ranges", argument(ranges()), "--scheme"];
     let options = ["mixed", "--text", CALIBRATION, "--text-tokens", "96", "--quick"];
     let talk = refusal(
         &[&command[..], &options, &["--budget-db", "90", "--out", argument(&out)]].concat(),
@@ -580,7 +593,8 @@ fn integers_are_taken_over_by_another_step() {
     let ranges = argument(ranges());
     let tiny = spark_tiny();
     let out = at("none");
-    let command = ["quantize", argument(&tiny), "--ranges", ranges, "--out", argument(&out)];
+    let command =
+        ["quantize", "graph", argument(&tiny), "--ranges", ranges, "--out", argument(&out)];
     for (options, expected) in [
         ("--scheme w8a16", "is of scheme w4a16 with the same ranges"),
         ("--scheme w4a16 --head-shards 2 --text x", "cannot be used with"),
@@ -595,7 +609,8 @@ fn integers_are_taken_over_by_another_step() {
 fn ranges_made_up_say_so_everywhere() {
     let folder = tempfile::tempdir().unwrap();
     let (tiny, out) = (spark_tiny(), folder.path().join("out"));
-    let command = ["quantize", argument(&tiny), "--scheme", "w4a16", "--uncalibrated", "--out"];
+    let command =
+        ["quantize", "graph", argument(&tiny), "--scheme", "w4a16", "--uncalibrated", "--out"];
     let text = stdout(&[&command[..], &[argument(&out)]].concat());
     assert!(text.contains("w4a16 with s16 keys and values, UNCALIBRATED"), "{text}");
     assert!(out.join("model-uncalibrated.onnx").is_file());
@@ -633,12 +648,8 @@ fn what_cannot_be_quantized_is_refused() {
     let short = ["--check-tokens", "32", "--tokens", "64"];
     let cases: Vec<(Vec<&str>, &str)> = vec![
         (vec![tiny, "--scheme", "w8a16"], "needs the ranges of the activations: give --ranges"),
-        (vec![tiny], "--format <FORMAT>"),
-        (vec![tiny, "--scheme", "w8a16", "--format", "q8_0"], "cannot be used with"),
-        (
-            vec![tiny, "--format", "q8_0", "--kv", "u8"],
-            "--kv goes with --scheme, not with --format",
-        ),
+        (vec![tiny], "--scheme <SCHEME>"),
+        (vec![tiny, "--scheme", "w8a16", "--format", "q8_0"], "unexpected argument '--format'"),
         ([&[tiny, "--ranges", "none.json"][..], &w8].concat(), "none.json"),
         ([&[mini, "--ranges", known][..], &w8].concat(), "were learned from other weights"),
         ([&[tiny, "--ranges", broken][..], &w8].concat(), "range8 is missing"),
@@ -664,7 +675,7 @@ fn what_cannot_be_quantized_is_refused() {
             [&[tiny, "--ranges", known, "--gelu", "tanh"][..], &w8].concat(),
             "another form of --gelu",
         ),
-        (vec![tiny, "--format", "q8_0", "--quick"], "--quick goes with --scheme"),
+        (vec![tiny, "--ranges", known, "--scheme", "w8a16", "--quick"], "--quick goes with --text"),
         ([&[tiny, "--ranges", known, "--spread", "2000000"][..], &w8].concat(), "are too many"),
         (
             [&[argument(&portable), "--ranges", known][..], &w8].concat(),
@@ -693,7 +704,8 @@ fn what_cannot_be_quantized_is_refused() {
     ];
     let mut failures = Vec::new();
     for (arguments, expected) in cases {
-        let command = [&["quantize"], &arguments[..], &["--out", argument(&nowhere)]].concat();
+        let command =
+            [&["quantize", "graph"], &arguments[..], &["--out", argument(&nowhere)]].concat();
         let talk = refusal(&command);
         if !talk.contains(expected) || nowhere.exists() {
             failures.push(format!("{arguments:?}: {talk}"));

@@ -137,6 +137,7 @@ fn gguf_files_hold_the_model() {
             let file = out.path().join(format!("{name}-{format}.gguf"));
             stdout(&[
                 "quantize",
+                "gguf",
                 argument(&checkpoint),
                 "--format",
                 format,
@@ -153,6 +154,7 @@ fn gguf_files_hold_the_model() {
             let min_db = min_db.to_string();
             let report = json(&[
                 "check",
+                "step",
                 argument(&file),
                 "--against",
                 argument(&checkpoint),
@@ -189,7 +191,8 @@ fn integers_are_near_the_floats() {
     // Against floats over 64 steps; the bars are 3 dB below what was seen.
     for (scheme, bar) in SCHEMES {
         let artifact = place(scheme);
-        let mut arguments = vec!["quantize", argument(&model), "--scheme", scheme, "--ranges"];
+        let mut arguments =
+            vec!["quantize", "graph", argument(&model), "--scheme", scheme, "--ranges"];
         arguments.extend([argument(&ranges), "--context", "64", "--out", argument(&artifact)]);
         // Sixteen bits are not rounded for a text.
         if scheme != "w16a16" {
@@ -224,6 +227,7 @@ const SCHEMES: [(&str, f64); 4] =
 fn snr_of_logits(artifact: &Path, model: &Path) -> f64 {
     let report = json(&[
         "check",
+        "step",
         argument(artifact),
         "--against",
         argument(model),

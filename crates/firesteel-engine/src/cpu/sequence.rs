@@ -7,10 +7,10 @@ use crate::{EngineError, embedding, fit};
 use firesteel_checkpoint::{LayerKind, ModelConfig};
 use firesteel_kernels::Segment;
 use firesteel_step::{
-    CacheLayoutChoice, Decoder, Logits, MARKS, RunnerError, StepError, StepOptions, StepSpec,
-    Wanted, rope_tables,
+    CacheLayoutChoice, Decoder, MARKS, RunnerError, StepError, StepOptions, StepSpec, Wanted,
+    rope_tables,
 };
-use firesteel_tensor::{Buffer, DType};
+use firesteel_tensor::Buffer;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 

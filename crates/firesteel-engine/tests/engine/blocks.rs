@@ -1,8 +1,9 @@
 //! Blocks in GGUF files that are not multiplied as they are stored.
 
 use crate::support::{golden_gguf, spark_tiny};
-use firesteel_checkpoint::{Checkpoint, GgufOptions, Slot, Weight, WeightFormat, write_gguf};
+use firesteel_checkpoint::{Checkpoint, Slot, Weight, WeightFormat};
 use firesteel_engine::{CpuModel, KvFormat, SequenceOptions};
+use firesteel_quantize::gguf::{GgufOptions, quantize_gguf};
 use firesteel_step::{Decoder, Wanted};
 use firesteel_tensor::DType;
 use firesteel_testing::Numbers;
@@ -34,7 +35,7 @@ fn rewritten(
     of: &(dyn Fn(&str) -> Option<WeightFormat> + Sync),
 ) -> Arc<Checkpoint> {
     let options = GgufOptions { formats: Some(of), ..GgufOptions::new(F16) };
-    write_gguf(checkpoint, options, path, &|_, _| {}).unwrap();
+    quantize_gguf(checkpoint, options, path, &|_, _| {}).unwrap();
     Arc::new(Checkpoint::open(path).unwrap())
 }
 

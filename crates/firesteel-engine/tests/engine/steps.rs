@@ -4,7 +4,6 @@ use firesteel_step::{CacheLayoutChoice, Logits, Role, Runner, StepInputs, StepOp
 use firesteel_tensor::{DType, Tensor};
 use firesteel_testing::{snr, values, widened};
 use serde_json::Value;
-use std::path::Path;
 
 /// A case of cases.json: a name, the step and the activation.
 struct Case {

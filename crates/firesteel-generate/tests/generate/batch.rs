@@ -1,20 +1,15 @@
 //! Requests together: each comes out as it does alone.
 
 use crate::support::Model;
-use firesteel_engine::{CheckpointEmbedding, CpuBatch, CpuModel, KvFormat, SequenceOptions};
+use firesteel_engine::{CpuBatch, KvFormat, SequenceOptions};
 use firesteel_generate::{
     AddedTokens, Batch, Event, Finished, GenerateError, GenerateOptions, Generation, Generator,
-    Observer, PromptLookup, Request, SamplingOptions, StepRecord, StopReason, Tokenizer,
-    Vocabulary,
+    Observer, PromptLookup, Request, SamplingOptions, StepRecord, StopReason, Vocabulary,
 };
-use firesteel_step::{
-    BatchDecoder, CacheLayoutChoice, Decoder, Logits, RunnerError, SequenceId, StepDecoder,
-    StepOptions, StepSpec, TurnTaking, Wanted,
-};
-use firesteel_tensor::DType;
+use firesteel_step::{BatchDecoder, Decoder, SequenceId, TurnTaking};
+use firesteel_testing::{Numbers, ScriptedDecoder};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
-use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 static MODEL: LazyLock<Model> = LazyLock::new(|| Model::open(2));
@@ -318,7 +313,9 @@ fn counting(fails_at: Option<usize>) -> Box<dyn Decoder> {
         let next = ids.last().map_or(0, |id| (*id as usize + 1) % IDS);
         (0..IDS).map(|id| if id == next { 9.0 } else { 0.0 }).collect()
     };
-    Box::new(ScriptedDecoder { chunk: 8, fails_at, ..ScriptedDecoder::new(IDS, 100, script) })
+    let mut decoder = ScriptedDecoder::new(IDS, 100, script);
+    (decoder.chunk, decoder.fails_at) = (8, fails_at);
+    Box::new(decoder)
 }
 
 /// Requests without text, on decoders of 100 tokens, those after the first failing at some position.

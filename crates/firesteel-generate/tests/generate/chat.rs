@@ -4,9 +4,9 @@ use firesteel_generate::{
     AddedTokens, Answer, AnswerOptions, ChatTemplate, Conversation, Message, MessageRole, Syntax,
     TextStream, Tokenizer,
 };
+use firesteel_testing::spark_tiny_path;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use std::path::Path;
 
 fn spark() -> (ChatTemplate, Tokenizer) {
     let folder = &spark_tiny_path();

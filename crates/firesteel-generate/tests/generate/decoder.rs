@@ -6,8 +6,7 @@ use firesteel_step::{
     CacheLayoutChoice, Decoder, Logits, Runner, RunnerError, StepDecoder, StepError, StepOptions,
     StepSpec, Wanted,
 };
-use firesteel_tensor::DType;
-use std::path::Path;
+use firesteel_testing::spark_tiny_path;
 use std::sync::Arc;
 
 /// Entries in the ring of a sliding layer of spark-tiny.

@@ -9,9 +9,9 @@ use firesteel_step::{
     CacheLayoutChoice, Embedding, Logits, Role, Runner, RunnerError, StepDecoder, StepInputs,
     StepOptions, StepOutputs, StepSpec,
 };
-use firesteel_tensor::{DType, Tensor};
+use firesteel_tensor::Tensor;
+use firesteel_testing::spark_tiny_path;
 use std::ops::ControlFlow;
-use std::path::Path;
 
 const VOCABULARY: usize = 2052;
 const EOS: u32 = 1;

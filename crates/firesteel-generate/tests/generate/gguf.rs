@@ -5,6 +5,7 @@ use firesteel_generate::{
     AddedTokens, ChatTemplate, Conversation, GenerationConfig, Message, MessageRole,
     SamplingOptions, Tokenizer,
 };
+use firesteel_testing::{golden_path, spark_tiny_path};
 use proptest::prelude::*;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};

@@ -1,20 +1,18 @@
 //! Prompt cache and prompt lookup: neither changes what is generated.
 
 use crate::support::Model;
-use firesteel_engine::{CheckpointEmbedding, CpuModel, KvFormat, SequenceOptions};
+use firesteel_engine::{KvFormat, SequenceOptions};
 use firesteel_generate::{
     AddedTokens, Answer, AnswerOptions, ChatTemplate, Conversation, Event, GenerateOptions,
     Generation, Generator, Message, MessageRole, PromptLookup, SamplingOptions, StepStats, Syntax,
-    Tokenizer,
 };
-use firesteel_step::{
-    CacheLayoutChoice, Decoder, Logits, RunnerError, StepDecoder, StepOptions, StepSpec, Wanted,
-};
-use firesteel_tensor::DType;
+use firesteel_testing::{ScriptedDecoder, spark_tiny_path};
 use proptest::prelude::*;
 use std::ops::ControlFlow;
-use std::path::Path;
-use std::sync::{Arc, LazyLock};
+use std::sync::LazyLock;
+
+/// Keys that a sliding layer of spark-tiny sees.
+const WINDOW: usize = 64;
 
 static MODEL: LazyLock<Model> = LazyLock::new(|| Model::open(1));
 
@@ -336,8 +334,8 @@ proptest! {
         config.eos_token_ids = vec![3];
         let run = |prompt_lookup| {
             let script = move |ids: &[u32]| repetitive(salt, ids);
-            let decoder = ScriptedDecoder::new(IDS, context, script);
-            let decoder = ScriptedDecoder { chunk: 5, most_logits: most, ..decoder };
+            let mut decoder = ScriptedDecoder::new(IDS, context, script);
+            (decoder.chunk, decoder.most_logits) = (5, most);
             let mut generator = Generator::new(&config, Box::new(decoder)).unwrap();
             let options = GenerateOptions {
                 max_tokens,

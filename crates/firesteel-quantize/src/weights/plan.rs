@@ -1,5 +1,5 @@
 use super::{WeightBits, WeightError};
-use firesteel_checkpoint::{Goal, Rung, climb};
+use crate::climb::{Goal, Rung, climb};
 use std::collections::HashMap;
 
 /// Bits of a row's scale.

@@ -1,11 +1,12 @@
 use super::memory::{MemoryWatch, rss_anon};
 use super::{BANDWIDTH_BYTES, median, threads};
 use crate::printer::{Printer, mebibytes};
-use crate::source::Source;
+use crate::source::{self};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_engine::{CpuModel, CpuSequence, KvFormat, SequenceOptions};
 use firesteel_kernels::{Pool, measure::read_bandwidth};
+use firesteel_model::Model;
 use firesteel_step::{Decoder, Wanted};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -151,7 +152,7 @@ impl BenchDecode {
         let threads = threads(self.threads)?;
         let memory = MemoryWatch::start();
         let start = Instant::now();
-        let Source::Checkpoint(checkpoint) = Source::open(&self.checkpoint, printer)? else {
+        let Model::Checkpoint(checkpoint) = source::open(&self.checkpoint, printer)? else {
             bail!(
                 "{} is an artifact; the CPU's kernels run checkpoints",
                 self.checkpoint.display()

@@ -1,7 +1,7 @@
 use crate::commands::export::threads;
 use crate::commands::worker::worker_command;
 use crate::printer::{Printer, table};
-use crate::source::{ModelSource, OrtArgs};
+use crate::source::OrtArgs;
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::{
@@ -13,6 +13,7 @@ use firesteel_checkpoint::{
 };
 use firesteel_compile::{CompileOptions, Split, compile};
 use firesteel_export::{Dialect, ExportOptions, Gelu, Precision, build};
+use firesteel_model::ModelShape;
 use firesteel_ort::qnn::{Performance, Soc};
 use firesteel_quantize::weights::round_nearest;
 use firesteel_quantize::{KvFormat, RangeSource, Scheme, SchemeOptions, plan, quantize};
@@ -124,7 +125,7 @@ impl BenchQnn {
         let soc = Soc::find(&self.soc)?;
         let mut config = match self.model.as_str() {
             "small" => small()?,
-            name => ModelSource::named(name)?.config,
+            name => ModelShape::named(name)?.config,
         };
         let find = |kind| config.layer_types.iter().position(|known| *known == kind);
         let needed = find(Sliding).max(find(Full)).map_or(0, |last| last + 1);

@@ -1,47 +1,42 @@
-//! `check` over texts and prompts: how much of what a model says survives.
+//! `check fidelity`: how much of what a model says survives.
 
-use super::{CheckArgs, announce, decibels, print_settings};
+use super::{Judged, Runners, Sides, Verdicts, announce, decibels, print_settings};
 use crate::printer::{Printer, table};
-use crate::source::{
-    DecoderOptions, RunnerKind, Source, chat_template, has_chats, kv_format, numbered, read_chats,
-    read_text, text_ids,
-};
+use crate::source::{decoder, kv_format};
+use crate::texts::{chat_template, has_chats, numbered, read_chats, read_text, text_ids};
 use anyhow::{Context as _, bail};
 use clap::{ArgGroup, Args};
 use firesteel_artifact::Manifest;
 use firesteel_check::{PromptOptions, PromptsReport, TextReport, compare_prompts, compare_text};
 use firesteel_engine::KvFormat;
 use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
+use firesteel_model::{DecoderOptions, Model, RunnerKind};
 use firesteel_step::{Logits, StepOptions, StepSpec, Wanted};
 use firesteel_tensor::DType;
 use serde::Serialize;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Instant;
 
-/// The options of a comparison of tensors, which one of texts or prompts has no use for.
-const OF_TENSORS: [&str; 9] = [
-    "prompt",
-    "ids",
-    "steps",
-    "greedy_prompt",
-    "min_greedy",
-    "tie_margin",
-    "no_layers",
-    "record",
-    "outputs",
-];
-
-#[derive(Debug, Clone, Args)]
-#[command(group = ArgGroup::new("corpus").args(["text", "prompts"]).multiple(true))]
-pub(crate) struct FidelityArgs {
-    /// Text file, or conversations where it ends in .jsonl: compare KL, perplexity and most
-    /// probable tokens over it, instead of tensors
-    #[arg(long, value_name = "FILE", conflicts_with_all = OF_TENSORS)]
+/// Compare what two runners say of a text and of prompts.
+///
+/// Each side is run for itself, with its own embedding. Exit code 1 when something is beyond its
+/// bar.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("corpus").args(["text", "prompts"]).multiple(true).required(true))]
+pub(crate) struct CheckFidelity {
+    #[command(flatten)]
+    sides: Sides,
+    #[command(flatten)]
+    runners: Runners,
+    /// Text file, or conversations where it ends in .jsonl: compare logits, KL,
+    /// perplexity and most probable tokens over it
+    #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
     /// File of prompts, one a line, or of conversations where it ends in .jsonl: compare greedy
     /// continuations of --greedy tokens
-    #[arg(long, value_name = "FILE", conflicts_with_all = OF_TENSORS)]
+    #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// Most tokens of --text [default: all]
     #[arg(long, value_name = "N", requires = "text")]
@@ -51,16 +46,22 @@ pub(crate) struct FidelityArgs {
     #[arg(long, value_name = "N", requires = "text")]
     sequence: Option<NonZeroUsize>,
     /// Logit gap below which another choice of --text or --prompts is a near tie
-    #[arg(long, value_name = "GAP", default_value_t = 0.05, requires = "corpus")]
+    #[arg(long, value_name = "GAP", default_value_t = 0.05)]
     near_tie: f64,
     /// What is checked stores keys and values in this format on the cpu runner: f32, f16 or q8
     /// [default: f16]
-    #[arg(long, value_name = "FORMAT", requires = "corpus")]
+    #[arg(long, value_name = "FORMAT")]
     kv: Option<KvFormat>,
     /// What is right stores keys and values in this format on the cpu runner: f32, f16 or q8
     /// [default: f32]
-    #[arg(long, value_name = "FORMAT", requires = "corpus")]
+    #[arg(long, value_name = "FORMAT")]
     against_kv: Option<KvFormat>,
+    /// Tokens of a greedy continuation of --prompts [default: 32]
+    #[arg(long, value_name = "N", requires = "prompts")]
+    greedy: Option<usize>,
+    /// Smallest SNR in dB of the logits over --text
+    #[arg(long, value_name = "DB", requires = "text", allow_negative_numbers = true)]
+    min_snr: Option<f64>,
     /// Largest mean KL divergence over --text, in nats
     #[arg(long, value_name = "NATS", requires = "text")]
     max_kl: Option<f64>,
@@ -77,7 +78,7 @@ pub(crate) struct FidelityArgs {
 
 /// What came out.
 #[derive(Debug, Serialize)]
-pub(crate) struct FidelityReport {
+struct FidelityReport {
     reference: String,
     reference_settings: Vec<(String, String)>,
     /// Format of the reference's keys and values on the cpu runner; null on others, whose caches
@@ -90,7 +91,7 @@ pub(crate) struct FidelityReport {
     prompts: Option<PromptsReport>,
     /// The bars that were missed, as sentences.
     exceeded: Vec<String>,
-    pub(crate) passed: bool,
+    passed: bool,
 }
 
 /// Tokens of a sequence where nothing is said.
@@ -99,29 +100,41 @@ const SEQUENCE: NonZeroUsize = NonZeroUsize::new(512).unwrap();
 /// Tokens of a step over known tokens.
 const CHUNK: usize = 64;
 
-impl FidelityArgs {
-    /// Whether there is anything to do.
-    pub(crate) fn wanted(&self) -> bool {
-        self.text.is_some() || self.prompts.is_some()
+impl CheckFidelity {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let (test, reference) = self.sides.open(printer)?;
+        let report = self.compare(&test, &reference, printer)?;
+        let verdicts = match &test {
+            Model::Compiled(step) => Some(Verdicts::new(step, self.verdict(&report))?),
+            Model::Checkpoint(_) | Model::Artifact(_) => None,
+        };
+        let passed = report.passed;
+        if self.sides.json {
+            printer.json(&Judged { verdicts, report })?;
+        } else {
+            print(&report, printer)?;
+            verdicts.iter().try_for_each(|verdicts| verdicts.print(printer))?;
+        }
+        Ok(ExitCode::from(u8::from(!passed)))
     }
 
-    pub(crate) fn run(
+    fn greedy(&self) -> usize {
+        self.greedy.unwrap_or(32)
+    }
+
+    fn compare(
         &self,
-        test: &Source,
-        reference: &Source,
-        args: &CheckArgs,
+        test: &Model,
+        reference: &Model,
         printer: &mut Printer,
     ) -> anyhow::Result<FidelityReport> {
-        self.check_options(args)?;
-        let kinds = [
-            args.against_runner.unwrap_or(reference.default_runner(false)),
-            args.runner.unwrap_or(test.default_runner(false)),
-        ];
+        self.check_options()?;
+        let [test_kind, reference_kind] = self.runners.kinds([test, reference])?;
+        let kinds = [reference_kind, test_kind];
         let formats = [
-            kv_format("--against-kv", self.against_kv, kinds[0])?.unwrap_or(KvFormat::F32),
-            kv_format("--kv", self.kv, kinds[1])?.unwrap_or_default(),
+            kv_format("--against-kv", self.against_kv, reference_kind)?.unwrap_or(KvFormat::F32),
+            kv_format("--kv", self.kv, test_kind)?.unwrap_or_default(),
         ];
-        args.ort.refuse_unused(&kinds)?;
         let tokenizer = match reference.tokenizer()? {
             Some(tokenizer) => tokenizer,
             None => test.tokenizer()?.context("neither side has a tokenizer for the text")?,
@@ -140,19 +153,20 @@ impl FidelityArgs {
             None => Vec::new(),
         };
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let continued = if prompts.is_empty() { 0 } else { longest.saturating_add(args.greedy()) };
+        let continued = if prompts.is_empty() { 0 } else { longest.saturating_add(self.greedy()) };
         let text = texts.iter().map(Vec::len).max().unwrap_or(0);
         let asked = self.sequence.unwrap_or(SEQUENCE).get().min(text);
         let context = asked.max(continued).max(CHUNK);
-        let manifest = [reference, test].into_iter().find_map(Source::manifest);
+        let manifest = [reference, test].into_iter().find_map(Model::manifest);
         // Of a prompt nobody wants more than the last logits.
         let prompt = if self.prompts.is_some() { CHUNK } else { 1 };
         for source in [test, reference] {
             source.verify()?;
         }
-        let mut side = |source: &Source, kind, kv| {
-            let options = DecoderOptions { kind, ort: &args.ort, prompt, all_logits: CHUNK, kv };
-            source.decoder(&step(source, manifest, context)?, &options, printer)
+        let runner = self.runners.ort.options()?;
+        let mut side = |source: &Model, kind, kv| {
+            let options = DecoderOptions { kind, runner: &runner, prompt, all_logits: CHUNK, kv };
+            decoder(source, &step(source, manifest, context)?, &options, printer)
         };
         let mut left = side(reference, kinds[0], formats[0])?;
         let mut right = side(test, kinds[1], formats[1])?;
@@ -160,10 +174,10 @@ impl FidelityArgs {
         let sequences: Vec<&[u32]> =
             texts.iter().flat_map(|ids| ids.chunks(sequence.max(1))).collect();
         if kinds[1] == RunnerKind::Htp {
-            let continued = prompts.iter().map(|ids| ids.len().saturating_add(args.greedy()));
+            let continued = prompts.iter().map(|ids| ids.len().saturating_add(self.greedy()));
             let all = sequences.iter().map(|ids| ids.len()).chain(continued);
             let steps = all.fold(0, usize::saturating_add);
-            let limit = args.ort.limits().time;
+            let limit = self.runners.ort.limits().time;
             let first = sequences.iter().copied().chain(prompts.iter().map(Vec::as_slice));
             if let Some(id) = first.flatten().next() {
                 let started = Instant::now();
@@ -187,13 +201,13 @@ impl FidelityArgs {
         };
         if self.text.is_some() {
             let text = compare_text(left.as_mut(), right.as_mut(), &sequences, self.near_tie)?;
-            self.judge_text(&text, args.min_snr, &mut report.exceeded);
+            self.judge_text(&text, &mut report.exceeded);
             report.text = Some(text);
         }
         if self.prompts.is_some() {
             let ends = reference.config()?.eos_token_ids;
             let options =
-                PromptOptions { tokens: args.greedy(), tie_margin: self.near_tie, ends: &ends };
+                PromptOptions { tokens: self.greedy(), tie_margin: self.near_tie, ends: &ends };
             let prompts = compare_prompts(left.as_mut(), right.as_mut(), &prompts, &options)?;
             self.judge_prompts(&prompts, &mut report.exceeded);
             report.prompts = Some(prompts);
@@ -225,14 +239,14 @@ impl FidelityArgs {
     }
 
     /// Whether anything can be missed.
-    fn has_bars(&self, args: &CheckArgs) -> bool {
+    fn has_bars(&self) -> bool {
         let bars =
-            [args.min_snr, self.max_kl, self.max_perplexity_change, self.min_exact, self.min_kept];
+            [self.min_snr, self.max_kl, self.max_perplexity_change, self.min_exact, self.min_kept];
         bars.iter().any(Option::is_some)
     }
 
     /// What a compiled step's report says of its numbers.
-    pub(crate) fn verdict(&self, report: &FidelityReport, args: &CheckArgs) -> String {
+    fn verdict(&self, report: &FidelityReport) -> String {
         let mut figures = Vec::new();
         if let Some(text) = &report.text {
             figures.push(format!(
@@ -246,7 +260,7 @@ impl FidelityArgs {
             let counted = prompts.prompts - prompts.ties;
             figures.push(format!("{} of {counted} prompts continued exactly", prompts.exact));
         }
-        let answer = match (report.passed, self.has_bars(args)) {
+        let answer = match (report.passed, self.has_bars()) {
             (false, _) => "NO",
             (true, true) => "yes",
             (true, false) => "no bar was given",
@@ -256,7 +270,7 @@ impl FidelityArgs {
     }
 
     /// Refuses values that are out of their range, and options that would do nothing.
-    fn check_options(&self, args: &CheckArgs) -> anyhow::Result<()> {
+    fn check_options(&self) -> anyhow::Result<()> {
         let limits = [
             ("--max-kl", self.max_kl),
             ("--max-perplexity-change", self.max_perplexity_change),
@@ -272,25 +286,16 @@ impl FidelityArgs {
                 bail!("{option} {share}: a share from 0 to 1 is accepted");
             }
         }
-        if args.min_snr.is_some_and(|bar| !bar.is_finite()) {
+        if self.min_snr.is_some_and(|bar| !bar.is_finite()) {
             bail!("--min-snr: a finite number is accepted");
         }
-        if args.min_snr.is_some() && self.text.is_none() {
-            bail!(
-                "--min-snr does nothing with --prompts alone; --min-exact and --min-kept are its \
-                 bars, and --text has logits to compare"
-            );
-        }
-        if args.greedy.is_some() && self.prompts.is_none() {
-            bail!("--greedy does nothing with --text alone; it is for --prompts");
-        }
-        if self.prompts.is_some() && args.greedy() == 0 {
+        if self.prompts.is_some() && self.greedy() == 0 {
             bail!("--greedy 0: --prompts compares continuations; 1 or more tokens are accepted");
         }
         Ok(())
     }
 
-    fn judge_text(&self, text: &TextReport, min_snr: Option<f64>, exceeded: &mut Vec<String>) {
+    fn judge_text(&self, text: &TextReport, exceeded: &mut Vec<String>) {
         let mut limit = |what: &str, value: f64, limit: Option<f64>| {
             // A value that is no number is beyond every limit.
             if let Some(limit) = limit
@@ -302,7 +307,7 @@ impl FidelityArgs {
         limit("the mean KL divergence", text.kl_mean, self.max_kl);
         let change = text.perplexity_change.abs();
         limit("the change of the perplexity", change, self.max_perplexity_change);
-        if let Some(bar) = min_snr.filter(|bar| !text.logits.reaches(*bar)) {
+        if let Some(bar) = self.min_snr.filter(|bar| !text.logits.reaches(*bar)) {
             exceeded.push(format!("the logits are at {}, below {bar} dB", decibels(&text.logits)));
         }
     }
@@ -324,7 +329,7 @@ impl FidelityArgs {
 }
 
 /// The step of a checkpoint, or that of the artifact on either side, in f32.
-fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow::Result<StepSpec> {
+fn step(source: &Model, manifest: Option<&Manifest>, context: usize) -> anyhow::Result<StepSpec> {
     let spec = match manifest {
         Some(manifest) => manifest.contract()?,
         None => {
@@ -353,7 +358,7 @@ fn step(source: &Source, manifest: Option<&Manifest>, context: usize) -> anyhow:
 /// models are to say.
 fn prompts(
     file: &Path,
-    sources: [&Source; 2],
+    sources: [&Model; 2],
     tokenizer: &Tokenizer,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
     let mut prompts = Vec::new();
@@ -379,7 +384,7 @@ fn prompts(
     Ok(prompts)
 }
 
-pub(crate) fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::Result<()> {
+fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::Result<()> {
     let side = |runner: &str, kv: Option<&str>| match kv {
         Some(kv) => format!("{runner} with {kv} keys and values"),
         None => runner.to_owned(),
@@ -438,13 +443,12 @@ pub(crate) fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::check::Check;
     use clap::Parser;
 
     #[derive(Parser)]
     struct Alone {
         #[command(flatten)]
-        check: Check,
+        check: CheckFidelity,
     }
 
     #[test]
@@ -461,7 +465,7 @@ mod tests {
             let command = ["check", "a", "--against", "b", "--prompts", "c"];
             let parsed = Alone::parse_from([&command[..], options].concat());
             let mut missed = Vec::new();
-            parsed.check.fidelity.judge_prompts(report, &mut missed);
+            parsed.check.judge_prompts(report, &mut missed);
             missed
         };
         let some = report(Some(0.75), Some(0.875));

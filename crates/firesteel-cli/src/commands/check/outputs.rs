@@ -1,16 +1,52 @@
-use super::{CheckArgs, decibels};
+//! `check outputs`: what a device computed from the inputs of a kit.
+
+use super::decibels;
+use super::step::logits_line;
 use crate::kit::{Form, Kit, KitPart, KitTensor, Meaning, step_folder};
 use crate::printer::{Printer, table};
 use anyhow::{Context as _, bail};
+use clap::Args;
 use firesteel_check::{LogitsReport, Snr, SnrMeter, StepReport, compare_logits};
 use fs_err as fs;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Compare what a device computed with what its kit expects.
+///
+/// Exit code 1 when something is below its bar.
+#[derive(Debug, Args)]
+pub(crate) struct CheckOutputs {
+    /// Folder that `firesteel profile phone-kit` wrote
+    kit: PathBuf,
+    /// What a device computed from its inputs, as qnn-net-run writes it: GRAPH/Result_N/TENSOR.raw
+    outputs: PathBuf,
+    /// SNR in dB that logits and entries must reach, each over all steps [default: that of the kit]
+    #[arg(long, value_name = "DB", allow_negative_numbers = true)]
+    min_snr: Option<f64>,
+    /// Logit gap below which the most probable tokens are a tie
+    #[arg(long, value_name = "GAP", default_value_t = 1e-3)]
+    tie_margin: f64,
+    /// Print a JSON report
+    #[arg(long)]
+    json: bool,
+}
+
+impl CheckOutputs {
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let report = compare_outputs(&self)?;
+        match self.json {
+            true => printer.json(&report)?,
+            false => print(&report, printer)?,
+        }
+        Ok(ExitCode::from(u8::from(!report.passed)))
+    }
+}
 
 /// What a device computed, against what its kit expects.
 #[derive(Debug, Serialize)]
-pub(super) struct OutputsReport {
+struct OutputsReport {
     /// The runner whose outputs are expected.
     reference: String,
     soc: Option<String>,
@@ -25,7 +61,7 @@ pub(super) struct OutputsReport {
     /// Every output of every graph, over all steps.
     tensors: Vec<TensorReport>,
     steps: Vec<StepReport>,
-    pub(super) passed: bool,
+    passed: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -38,15 +74,12 @@ struct TensorReport {
     first_bad: Option<usize>,
 }
 
-/// Compares the raw files in `outputs` with those of the kit in `folder`.
-pub(super) fn compare_outputs(
-    folder: &Path,
-    outputs: &Path,
-    args: &CheckArgs,
-) -> anyhow::Result<OutputsReport> {
+/// Compares the raw files of a device with those of the kit.
+fn compare_outputs(args: &CheckOutputs) -> anyhow::Result<OutputsReport> {
+    let (folder, outputs) = (&*args.kit, &*args.outputs);
     if !Kit::is_in(folder) {
         bail!(
-            "{} is no kit; --outputs goes with the folder that `firesteel profile phone-kit` wrote",
+            "{} is no kit; accepted: the folder that `firesteel profile phone-kit` wrote",
             folder.display()
         );
     }
@@ -233,7 +266,7 @@ impl Joined {
     }
 }
 
-pub(super) fn print(report: &OutputsReport, printer: &mut Printer) -> anyhow::Result<()> {
+fn print(report: &OutputsReport, printer: &mut Printer) -> anyhow::Result<()> {
     printer.line(format!(
         "a device{} against {}: {} tokens in steps of {}",
         report.soc.as_ref().map_or(String::new(), |soc| format!(" ({soc})")),
@@ -259,7 +292,7 @@ pub(super) fn print(report: &OutputsReport, printer: &mut Printer) -> anyhow::Re
         printer.line(line)?;
     }
     if let Some(logits) = &report.logits {
-        printer.line(super::logits_line(logits))?;
+        printer.line(logits_line(logits))?;
     }
     for tensor in &report.tensors {
         if let Some(step) = tensor.first_bad {

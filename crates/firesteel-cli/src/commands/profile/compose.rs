@@ -1,7 +1,8 @@
 use super::read_table;
 use crate::commands::export::Layout;
 use crate::printer::{Printer, table};
-use crate::source::ModelSource;
+use firesteel_model::ModelShape;
+
 use clap::Args;
 use firesteel_profile::{
     Basis, BreakEven, ComposedPrompt, Composition, PartTime, Prompt, Selection, compose,
@@ -66,7 +67,7 @@ struct Report {
 
 impl Compose {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let ModelSource { config, warnings, .. } = ModelSource::named(&self.model)?;
+        let ModelShape { config, warnings, .. } = ModelShape::named(&self.model)?;
         for warning in &warnings {
             printer.warn(warning);
         }

@@ -1,14 +1,15 @@
 use super::read_table;
 use crate::commands::export::{GeluForm, Layout};
 use crate::printer::{Printer, table};
-use crate::source::{ModelSource, Source};
+use crate::source::{self};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{Artifact, Manifest};
 use firesteel_check::audit::Schematic;
 use firesteel_checkpoint::ModelConfig;
-use firesteel_compile::{CompiledManifest, PartEntry, PartRole, StepEntry};
+use firesteel_compile::{PartEntry, PartRole, StepEntry};
 use firesteel_export::Gelu;
+use firesteel_model::{Model, ModelShape, PathKind};
 use firesteel_profile::{
     Alternative, Basis, CacheMoves, CompiledGraph, Estimate, Fit, FitSelection, Grouped, KvElement,
     PartCost, PartKind, Selection, SessionGraph, StepChoice, StepCost, Table, WhatIf, cache_moves,
@@ -240,10 +241,11 @@ impl EstimateArgs {
 
     pub(super) fn subject(&self, printer: &mut Printer) -> anyhow::Result<Subject> {
         let path = Path::new(&self.model);
-        if path.is_dir() && (CompiledManifest::is_in(path) || Artifact::is_artifact(path)) {
+        let kind = path.exists().then(|| PathKind::of(path)).transpose()?;
+        if let Some(PathKind::Artifact | PathKind::Compiled) = kind {
             return self.existing(path, printer);
         }
-        let ModelSource { config, warnings, .. } = ModelSource::named(&self.model)?;
+        let ModelShape { config, warnings, .. } = ModelShape::named(&self.model)?;
         for warning in &warnings {
             printer.warn(warning);
         }
@@ -280,7 +282,7 @@ impl EstimateArgs {
                 path.display()
             );
         }
-        let source = Source::open(path, printer)?;
+        let source = source::open(path, printer)?;
         let manifest = source.manifest().context("the artifact has no manifest")?;
         let config = ModelConfig { layer_types: manifest.layer_types.clone(), ..source.config()? };
         let (choice, first_layer) = (exported(manifest), manifest.step.first_layer);
@@ -289,7 +291,7 @@ impl EstimateArgs {
             format!("a step of {tokens} tokens, and the table's rows are of steps of one")
         });
         let (cost, compiled) = match &source {
-            Source::Artifact(artifact) => {
+            Model::Artifact(artifact) => {
                 let graphs: Vec<_> = manifest
                     .graphs
                     .iter()
@@ -298,8 +300,8 @@ impl EstimateArgs {
                 let kinds = &manifest.layer_types;
                 (Some(StepCost::of_graphs(&graphs, kinds, first_layer)?), None)
             }
-            Source::Compiled(step) => (None, Some(step.entry()?.clone())),
-            Source::Checkpoint(_) => (None, None),
+            Model::Compiled(step) => (None, Some(step.entry()?.clone())),
+            Model::Checkpoint(_) => (None, None),
         };
         if cost.is_none() && tokens != 1 {
             bail!("{} is compiled for steps of {tokens} tokens; estimate the artifact", self.model);

@@ -1,6 +1,7 @@
 use super::row::{NewRow, RowArgs, missing, times_line};
 use crate::printer::{Printer, table};
-use crate::source::ModelSource;
+use firesteel_model::ModelShape;
+
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use firesteel_profile::{
@@ -175,7 +176,7 @@ impl Import {
             |value: &Option<String>, option| value.clone().with_context(|| missing(out, option));
         let (device, soc) = (given(&part.device, "--device")?, given(&part.soc, "--soc")?);
         let runtime = given(&part.runtime, "--runtime")?;
-        let model = ModelSource::named(&given(&part.model, "--model")?)?;
+        let model = ModelShape::named(&given(&part.model, "--model")?)?;
         for warning in &model.warnings {
             printer.warn(warning);
         }

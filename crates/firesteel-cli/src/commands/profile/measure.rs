@@ -1,12 +1,13 @@
 use super::row::{NewRow, RowArgs, missing, times_line};
 use crate::commands::export::layer_range;
 use crate::printer::{Printer, table};
-use crate::source::{OrtArgs, RunnerKind, Source, ort_runner};
+use crate::source::{self, OrtArgs, runner_names};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_artifact::Manifest;
 use firesteel_checkpoint::{LayerKind, ModelConfig};
 use firesteel_export::{Dialect, Gelu, Precision};
+use firesteel_model::{Model, RunnerKind, ort_runner};
 use firesteel_ort::Optimization;
 use firesteel_profile::{Measurement, Origin, PartKind, RunTimes};
 use firesteel_step::{KvState, Logits, Runner, StepOptions, StepSpec};
@@ -28,7 +29,7 @@ pub(crate) struct Measure {
     /// Artifact (ort) or checkpoint (cpu, engine)
     path: PathBuf,
     /// Who executes the step
-    #[arg(long, value_enum)]
+    #[arg(long, value_parser = runner_names())]
     runner: RunnerKind,
     /// Runs that are not counted
     #[arg(long, value_name = "N", default_value_t = 3)]
@@ -113,7 +114,7 @@ impl Measure {
                 bail!("{option} {value}: {least} to {MAX_RUNS} is accepted");
             }
         }
-        let source = Source::open(&self.path, printer)?;
+        let source = source::open(&self.path, printer)?;
         let mut runner = self.open(&source)?;
         let spec = runner.spec().clone();
         let fill = self.context_fill.unwrap_or(spec.context.saturating_sub(spec.tokens));
@@ -157,10 +158,11 @@ impl Measure {
     }
 
     /// The runner, and for a checkpoint its step.
-    fn open(&self, source: &Source) -> anyhow::Result<Box<dyn Runner>> {
+    fn open(&self, source: &Model) -> anyhow::Result<Box<dyn Runner>> {
         let CheckpointStep { layers, context, tokens, no_lm_head } = &self.step;
+        let options = self.ort.options()?;
         match source {
-            Source::Checkpoint(checkpoint) => {
+            Model::Checkpoint(checkpoint) => {
                 let config = checkpoint.config();
                 let spec = StepSpec::new(
                     config,
@@ -173,17 +175,17 @@ impl Measure {
                         dtype: DType::F32,
                     },
                 )?;
-                source.runner(self.runner, Some(&spec), false, &self.ort)
+                Ok(source.runner(self.runner, Some(&spec), false, &options)?)
             }
-            Source::Artifact(_) | Source::Compiled(_)
+            Model::Artifact(_) | Model::Compiled(_)
                 if layers.is_some() || context.is_some() || tokens.is_some() || *no_lm_head =>
             {
                 bail!("--layers, --context, --tokens and --no-lm-head are for checkpoints")
             }
-            Source::Artifact(artifact) if self.runner == RunnerKind::Ort => {
-                ort_runner(artifact, false, Optimization::All, &self.ort)
+            Model::Artifact(artifact) if self.runner == RunnerKind::Ort => {
+                Ok(ort_runner(artifact, false, Optimization::All, &options)?)
             }
-            _ => source.runner(self.runner, None, false, &self.ort),
+            _ => Ok(source.runner(self.runner, None, false, &options)?),
         }
     }
 
@@ -219,7 +221,7 @@ impl Measure {
     fn write_row(
         &self,
         out: &Path,
-        source: &Source,
+        source: &Model,
         spec: &StepSpec,
         report: &Report,
         printer: &mut Printer,

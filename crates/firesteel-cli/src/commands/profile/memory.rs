@@ -1,6 +1,7 @@
 use crate::commands::export::Layout;
 use crate::printer::{Printer, mebibytes, table};
-use crate::source::ModelSource;
+use firesteel_model::ModelShape;
+
 use anyhow::Context as _;
 use clap::Args;
 use firesteel_checkpoint::Head;
@@ -50,7 +51,7 @@ struct Report<'a> {
 
 impl MemoryCommand {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let ModelSource { config, checkpoint, warnings } = ModelSource::named(&self.model)?;
+        let ModelShape { config, checkpoint, warnings } = ModelShape::named(&self.model)?;
         for warning in &warnings {
             printer.warn(warning);
         }

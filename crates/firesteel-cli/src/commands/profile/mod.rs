@@ -10,7 +10,7 @@ mod report;
 mod row;
 
 use crate::printer::Printer;
-use crate::source::read_text;
+use crate::texts::read_text;
 use clap::{Args, Subcommand};
 use firesteel_profile::Table;
 use std::path::Path;

@@ -1,12 +1,13 @@
 use crate::commands::check::{CheckArgs, default_bar, feed, token_ids};
 use crate::kit::{KIT, Kit, KitPart, KitTensor, MAX_STEPS, Meaning, step_folder};
 use crate::printer::{Printer, mebibytes};
-use crate::source::{OrtArgs, RunnerKind, Source};
+use crate::source::{self, OrtArgs};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::GraphRole;
 use firesteel_checkpoint::{Replace, StagedFolder};
 use firesteel_compile::PartRole;
+use firesteel_model::{Model, RunnerKind};
 use firesteel_step::{
     KvState, Logits, PortEncoding, Role, StepInputs, StepOutputs, StepSpec, TensorSpec,
 };
@@ -21,7 +22,7 @@ use std::process::ExitCode;
 ///
 /// The folder has the ONNX files or the context binaries, the raw inputs of a few steps, the outputs
 /// that are expected, input lists, a script for adb and a README. The inputs of every step are those
-/// of the reference, whatever the device computed before. `firesteel check KIT --outputs DIR`
+/// of the reference, whatever the device computed before. `firesteel check outputs KIT DIR`
 /// compares what comes back, `firesteel profile import` reads the times. The folder appears complete
 /// or not at all; models are hard links where the file system has them.
 #[derive(Debug, Args)]
@@ -90,9 +91,9 @@ struct Outcome<'a> {
 
 impl PhoneKit {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let mut source = Source::open(&self.path, printer)?;
+        let mut source = source::open(&self.path, printer)?;
         if let Some(name) = &self.graph {
-            let Source::Compiled(step) = &mut source else {
+            let Model::Compiled(step) = &mut source else {
                 bail!("--graph goes with a compiled artifact");
             };
             step.step.clone_from(&step.compiled.step(Some(name))?.name);
@@ -111,7 +112,7 @@ impl PhoneKit {
             );
         };
         let against =
-            self.against.as_deref().map(|path| Source::open(path, printer)).transpose()?;
+            self.against.as_deref().map(|path| source::open(path, printer)).transpose()?;
         // A checkpoint has the embedding, whoever computes what is expected.
         let model = against.as_ref().unwrap_or(&source);
         let reference = match self.expect {
@@ -126,7 +127,7 @@ impl PhoneKit {
         let spec = spec.with_tokens(contract.tokens)?;
         // What enters a part is what the layers before it return.
         let layers = parts.len() > 1;
-        let mut runner = reference.runner(kind, Some(&spec), layers, &self.ort)?;
+        let mut runner = reference.runner(kind, Some(&spec), layers, &self.ort.options()?)?;
         let mut feed = feed(&spec, model, &source)?;
         let wanted = CheckArgs::of_tokens(self.ids.clone(), count);
         let mut ids = token_ids(&wanted, &source, model, &spec)?;
@@ -142,7 +143,7 @@ impl PhoneKit {
 
         let mut kit = Kit::new(parts.iter().map(|part| part.described(&contract)).collect());
         kit.soc = match &source {
-            Source::Compiled(step) => Some(step.compiled.manifest().target.soc.clone()),
+            Model::Compiled(step) => Some(step.compiled.manifest().target.soc.clone()),
             _ => None,
         };
         kit.reference = runner.name().to_owned();
@@ -202,14 +203,14 @@ impl PhoneKit {
 }
 
 /// The source's folder, its contract and its graphs in the order in which they run.
-fn parts(source: &Source, path: &Path) -> anyhow::Result<(PathBuf, StepSpec, Vec<Part>)> {
+fn parts(source: &Model, path: &Path) -> anyhow::Result<(PathBuf, StepSpec, Vec<Part>)> {
     match source {
-        Source::Checkpoint(_) => bail!(
+        Model::Checkpoint(_) => bail!(
             "{} is a checkpoint; a device runs what `firesteel export` or `firesteel compile` made \
              of it",
             path.display()
         ),
-        Source::Artifact(artifact) => {
+        Model::Artifact(artifact) => {
             let manifest = artifact.manifest();
             let data: Vec<String> = manifest.data.iter().map(|data| data.file.clone()).collect();
             let stem = |file: &str| file.trim_end_matches(".onnx").to_owned();
@@ -231,7 +232,7 @@ fn parts(source: &Source, path: &Path) -> anyhow::Result<(PathBuf, StepSpec, Vec
             });
             Ok((artifact.folder().to_owned(), manifest.contract()?, parts.collect()))
         }
-        Source::Compiled(step) => {
+        Model::Compiled(step) => {
             let entry = step.entry()?;
             let whole = entry.source.step.first_layer;
             // A head that was cut off by the compilation keeps its name.
@@ -455,13 +456,13 @@ fn input_list(part: &KitPart, steps: usize) -> String {
 }
 
 /// The script for adb. Everything in it that depends on the kit is a bare name.
-fn run_script(kit: &Kit, source: &Source) -> String {
+fn run_script(kit: &Kit, source: &Model) -> String {
     let list = |of: fn(&KitPart) -> &str| {
         let names: Vec<String> = kit.parts.iter().map(|part| format!("'{}'", of(part))).collect();
         names.join(" ")
     };
     let arch = match source {
-        Source::Compiled(step) => step.compiled.manifest().target.arch.to_string(),
+        Model::Compiled(step) => step.compiled.manifest().target.arch.to_string(),
         _ => String::new(),
     };
     include_str!("phone_kit.sh")

@@ -66,7 +66,7 @@ outputs() {
             --perf_profile burst --profiling_level detailed"
         adb pull "$remote/out/$part" "outputs/$part"
     done
-    echo "compare: firesteel check . --outputs outputs" >&2
+    echo "compare: firesteel check outputs . outputs" >&2
 }
 
 times() {

@@ -1,7 +1,7 @@
 //! A row of a table of layer times, from a measurement or an import.
 
 use crate::printer::Printer;
-use crate::source::read_text;
+use crate::texts::read_text;
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_checkpoint::{ModelConfig, StagedFile};

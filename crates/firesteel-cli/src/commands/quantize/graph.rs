@@ -1,11 +1,12 @@
-//! `quantize --scheme`: a step's graph in integers.
+//! `quantize graph`: a step's graph in integers.
 
 use super::{SEQUENCE, calibration_texts, sequences};
 use crate::commands::check::{Spread, spread_ids};
 use crate::commands::export::{StepArgs, layer_range, threads};
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
-use crate::source::{Source, text_ids};
+use crate::source::{self};
+use crate::texts::text_ids;
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
 use firesteel_artifact::{
@@ -16,6 +17,7 @@ use firesteel_check::{Snr, SnrMeter};
 use firesteel_checkpoint::{Checkpoint, Family, ModelConfig, SlotKind, Weight};
 use firesteel_export::{Dialect, ExportOptions, HeadGraph, Precision, StepGraphs, build};
 use firesteel_generate::AddedTokens;
+use firesteel_model::Model;
 use firesteel_quantize::weights::{
     Budget, LayerOptions, ModelOptions, OutputError, QuantizedMatrix, WeightBits, Widths,
     equalized, quantize_model, round_for_output, round_for_scores, round_layers, round_nearest,
@@ -34,32 +36,41 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Options of `quantize --scheme`.
+/// Write a step's graph in integers, as the Hexagon compiler takes it.
+///
+/// The output is an artifact in the qnn dialect whose operators stand between DequantizeLinear and
+/// QuantizeLinear. The ranges of its values come from `firesteel calibrate`. It appears complete or
+/// not at all.
 #[derive(Debug, Args)]
-pub(crate) struct GraphArgs {
+pub(crate) struct QuantizeGraph {
+    /// Checkpoint folder, GGUF file, or an artifact in floats
+    checkpoint: PathBuf,
     /// Number formats of the step's graph: weights and activations
     #[arg(long, value_enum)]
-    scheme: Option<SchemeName>,
+    scheme: SchemeName,
+    /// Bits for each weight that 8-bit matrices of --scheme mixed may fill
+    #[arg(long, value_name = "BITS")]
+    bits: Option<f64>,
     /// Ranges that `firesteel calibrate` wrote
-    #[arg(long, value_name = "FILE", requires = "scheme")]
+    #[arg(long, value_name = "FILE")]
     ranges: Option<PathBuf>,
     /// Make the ranges up: for measuring time, the numbers are wrong
-    #[arg(long, requires = "scheme", conflicts_with = "ranges")]
+    #[arg(long, conflicts_with = "ranges")]
     uncalibrated: bool,
     /// Number format of keys and values [default: s16; u8 for w8a8]
-    #[arg(long, value_enum, requires = "scheme")]
+    #[arg(long, value_enum)]
     kv: Option<Kv>,
     /// Another width for the matrices with a name like GLOB: fp16, w16, w8 or w4; may be repeated,
     /// and the last that fits counts
-    #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept, requires = "scheme")]
+    #[arg(long, value_name = "GLOB=WIDTH", value_parser = kept)]
     keep: Vec<(Pattern, WeightWidth)>,
     /// Text files, or conversations where they end in .jsonl, that the model reads to round its
     /// weights for what they meet together [default: the scale of each row is searched for what
     /// --ranges say that its columns meet]
-    #[arg(long, value_name = "FILE", num_args = 1.., requires = "scheme")]
+    #[arg(long, value_name = "FILE", num_args = 1..)]
     text: Vec<PathBuf>,
     /// N ids all over the vocabulary instead of --text, for models without a tokenizer
-    #[arg(long, value_name = "N", requires = "scheme", conflicts_with_all = ["text", "text_tokens"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["text", "text_tokens"])]
     spread: Option<usize>,
     /// Take the integers of a quantized artifact of the same model and ranges, such as another step
     #[arg(long, value_name = "ARTIFACT", requires = "ranges",
@@ -69,24 +80,33 @@ pub(crate) struct GraphArgs {
     #[arg(long, value_name = "N", requires = "text")]
     text_tokens: Option<usize>,
     /// Round each matrix by itself, and estimate the noise of each for mixed: for large models
-    #[arg(long, requires = "scheme")]
+    #[arg(long)]
     quick: bool,
     /// Signal to noise of the output in dB that --scheme mixed must reach with as few 8-bit matrices
     /// as possible, all else in floats
-    #[arg(long, value_name = "DB", requires = "scheme", conflicts_with = "bits")]
+    #[arg(long, value_name = "DB", conflicts_with = "bits")]
     budget_db: Option<f64>,
     /// Text or conversations (.jsonl), as far as the context goes, on which every value is compared
     /// with the one in floats, and what is clipped is counted; not those of the calibration
-    #[arg(long, value_name = "FILE", requires = "scheme")]
+    #[arg(long, value_name = "FILE")]
     check_text: Option<PathBuf>,
     /// Most tokens of --check-text [default: 128]
     #[arg(long, value_name = "N", requires = "check_text")]
     check_tokens: Option<usize>,
     /// Also write the embedding table as a raw file for hosts
-    #[arg(long, requires = "scheme")]
+    #[arg(long)]
     embedding: bool,
     #[command(flatten)]
     step: StepArgs,
+    /// Folder of the artifact to write
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Replace an existing artifact
+    #[arg(long)]
+    force: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -151,45 +171,6 @@ fn kept(text: &str) -> Result<(Pattern, WeightWidth), String> {
         _ => return Err(format!("{width:?} is no width; {accepted}")),
     };
     Ok((pattern, width))
-}
-
-impl GraphArgs {
-    /// What --keep says of a matrix.
-    fn kept(&self, name: &str) -> Option<WeightWidth> {
-        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| fits(glob, name));
-        fitting.next().map(|(_, width)| *width)
-    }
-
-    /// Refuses options that say something about a graph where none is written.
-    pub(super) fn refuse(&self) -> anyhow::Result<()> {
-        let given = [
-            ("--ranges", self.ranges.is_some()),
-            ("--uncalibrated", self.uncalibrated),
-            ("--kv", self.kv.is_some()),
-            ("--keep", !self.keep.is_empty()),
-            ("--text", !self.text.is_empty()),
-            ("--spread", self.spread.is_some()),
-            ("--weights", self.weights.is_some()),
-            ("--quick", self.quick),
-            ("--budget-db", self.budget_db.is_some()),
-            ("--check-text", self.check_text.is_some()),
-            ("--embedding", self.embedding),
-            ("an option of the step", self.step != StepArgs::default()),
-        ];
-        match given.iter().find(|(_, given)| *given) {
-            Some((option, _)) => bail!("{option} goes with --scheme, not with --format"),
-            None => Ok(()),
-        }
-    }
-}
-
-/// A run of `quantize --scheme`.
-pub(crate) struct GraphRequest<'a> {
-    pub(crate) args: &'a GraphArgs,
-    pub(crate) bits: Option<f64>,
-    pub(crate) out: &'a Path,
-    pub(crate) force: bool,
-    pub(crate) json: bool,
 }
 
 /// Tokens of --text and --check-text, unless said otherwise.
@@ -271,12 +252,17 @@ impl Clipping {
     }
 }
 
-impl GraphRequest<'_> {
-    pub(crate) fn run(self, source: &Source, printer: &mut Printer) -> anyhow::Result<ExitCode> {
-        let args = self.args;
-        let Some(scheme) = args.scheme.map(SchemeName::scheme) else {
-            bail!("--scheme or --format says how to quantize");
-        };
+impl QuantizeGraph {
+    /// What --keep says of a matrix.
+    fn kept(&self, name: &str) -> Option<WeightWidth> {
+        let mut fitting = self.keep.iter().rev().filter(|(glob, _)| fits(glob, name));
+        fitting.next().map(|(_, width)| *width)
+    }
+
+    pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
+        let source = &source::open(&self.checkpoint, printer)?;
+        let args = &self;
+        let scheme = self.scheme.scheme();
         let ranges = match (&args.ranges, args.uncalibrated) {
             (Some(file), _) => Some(Ranges::read(file)?),
             (None, true) => None,
@@ -285,7 +271,7 @@ impl GraphRequest<'_> {
                  `firesteel calibrate` writes; --uncalibrated makes them up, for measuring time only"
             ),
         };
-        if let Source::Artifact(artifact) = source {
+        if let Model::Artifact(artifact) = source {
             can_quantize(artifact.manifest(), &args.step)?;
         }
         if let Some(ranges) = &ranges {
@@ -411,10 +397,10 @@ impl GraphRequest<'_> {
         &self,
         scheme: Scheme,
         ranges: Option<&Ranges>,
-        source: &Source,
+        source: &Model,
         printer: &mut Printer,
     ) -> anyhow::Result<Rounded> {
-        let args = self.args;
+        let args = self;
         let budget = match (scheme, self.bits, args.budget_db) {
             (Scheme::Mixed, Some(bits), _) => Some(Budget::Bits(bits)),
             (Scheme::Mixed, None, Some(decibels)) => Some(Budget::Decibels(decibels)),
@@ -425,7 +411,7 @@ impl GraphRequest<'_> {
         };
         let mut rounded = Rounded::default();
         let rounds = !args.text.is_empty() || args.spread.is_some();
-        let Source::Checkpoint(checkpoint) = source else {
+        let Model::Checkpoint(checkpoint) = source else {
             if ranges.is_some_and(|ranges| !ranges.columns.is_empty()) {
                 bail!("the ranges are of the checkpoint; calibrate the artifact, or quantize that");
             }
@@ -521,8 +507,8 @@ impl GraphRequest<'_> {
     }
 
     /// What the weights are rounded for.
-    fn texts(&self, source: &Source, vocabulary: usize) -> anyhow::Result<Vec<Vec<u32>>> {
-        let args = self.args;
+    fn texts(&self, source: &Model, vocabulary: usize) -> anyhow::Result<Vec<Vec<u32>>> {
+        let args = self;
         if let Some(count) = args.spread {
             return Ok(vec![spread_ids(Spread::Calibration, count, vocabulary)?]);
         }
@@ -538,7 +524,7 @@ impl GraphRequest<'_> {
         scheme: Scheme,
     ) -> anyhow::Result<(BTreeMap<String, QuantizedMatrix>, BTreeSet<String>)> {
         let manifest = artifact.manifest();
-        let ranges = match &self.args.ranges {
+        let ranges = match &self.ranges {
             Some(file) => Some(sha256(&fs_err::read(file)?)),
             None => None,
         };
@@ -574,19 +560,19 @@ impl GraphRequest<'_> {
     /// The graphs in floats and the options that made them.
     fn step(
         &self,
-        source: &Source,
+        source: &Model,
         model: Option<&Checkpoint>,
         printer: &mut Printer,
     ) -> anyhow::Result<(StepGraphs, ExportOptions)> {
-        let step = &self.args.step;
+        let step = &self.step;
         let artifact = match source {
-            Source::Checkpoint(checkpoint) => {
+            Model::Checkpoint(checkpoint) => {
                 let config = checkpoint.config();
                 let options = step.options(config, Precision::Fp32, Dialect::Qnn, printer)?;
                 return Ok((build(model.unwrap_or(checkpoint), &options)?, options));
             }
-            Source::Artifact(artifact) => artifact,
-            Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+            Model::Artifact(artifact) => artifact,
+            Model::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
         };
         let manifest = artifact.manifest();
         artifact.verify()?;
@@ -618,7 +604,7 @@ impl GraphRequest<'_> {
             .flat_map(|ranges| &ranges.texts)
             .map(|text| text.sha256.clone())
             .collect();
-        for file in &self.args.text {
+        for file in &self.text {
             known.push(hash(file)?);
         }
         if known.contains(&own) {
@@ -635,14 +621,14 @@ impl GraphRequest<'_> {
     fn compare(
         &self,
         file: &Path,
-        source: &Source,
+        source: &Model,
         step: &StepGraphs,
         quantized: &Quantized,
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let tokenizer = source.tokenizer()?.context("--check-text needs the model's tokenizer")?;
         let texts = text_ids(file, &[source], &tokenizer, AddedTokens::AsText)?;
-        let most = self.args.check_tokens.unwrap_or(CHECK_TOKENS);
+        let most = self.check_tokens.unwrap_or(CHECK_TOKENS);
         let (tokens, mut left) = (step.spec.tokens, most);
         let mut parts = Vec::new();
         for ids in &texts {
@@ -685,21 +671,21 @@ impl GraphRequest<'_> {
 
     fn write(
         &self,
-        source: &Source,
+        source: &Model,
         (config, options): (&ModelConfig, &ExportOptions),
         quantized: &Quantized,
         report: &Report,
         ranges_sha256: Option<String>,
     ) -> anyhow::Result<Artifact> {
-        let embedding = self.args.embedding;
+        let embedding = self.embedding;
         let graphs = &quantized.graphs;
         let mut draft = match source {
-            Source::Checkpoint(checkpoint) => {
+            Model::Checkpoint(checkpoint) => {
                 // A host reads rows of it; half precision holds what a checkpoint of bf16 says.
                 Draft::of_checkpoint(checkpoint, options, graphs, embedding.then_some(DType::F16))?
             }
-            Source::Artifact(artifact) => Draft::of_artifact(artifact, config, graphs, embedding)?,
-            Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+            Model::Artifact(artifact) => Draft::of_artifact(artifact, config, graphs, embedding)?,
+            Model::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
         };
         draft.options = options.clone();
         // A tied head is a matrix of integers now, and no table of embeddings.
@@ -720,7 +706,7 @@ impl GraphRequest<'_> {
         let bar = Progress::new("writing");
         let how = Write { force: self.force, threads: threads() };
         let progress = |done, total| bar.set(done, total);
-        write_artifact(&draft, self.out, how, &progress).map_err(|error| {
+        write_artifact(&draft, &self.out, how, &progress).map_err(|error| {
             let exists = !self.force && self.out.exists();
             let hint = if exists { " (--force replaces an artifact)" } else { "" };
             anyhow::Error::from(error)
@@ -804,11 +790,11 @@ fn can_quantize(manifest: &Manifest, step: &StepArgs) -> anyhow::Result<()> {
 }
 
 /// Refuses ranges of another model.
-fn same_model(ranges: &Ranges, source: &Source) -> anyhow::Result<()> {
+fn same_model(ranges: &Ranges, source: &Model) -> anyhow::Result<()> {
     let own = match source {
-        Source::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
-        Source::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
-        Source::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
+        Model::Checkpoint(checkpoint) => checkpoint_hashes(checkpoint),
+        Model::Artifact(artifact) => artifact.manifest().model.checkpoint.clone(),
+        Model::Compiled(_) => bail!("it is compiled already; quantize its checkpoint"),
     };
     if own != ranges.checkpoint {
         bail!("the ranges were learned from other weights; calibrate this checkpoint");

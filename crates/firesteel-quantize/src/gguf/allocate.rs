@@ -1,9 +1,10 @@
 //! Which matrices get more bits, if only so many are to be had.
 
-use super::write::{Buffers, Planned, SquareError, planned};
+use super::blocks::can_quantize;
+use super::{Buffers, GgufOptions, Planned, SquareError, planned};
+use crate::QuantizeError;
 use crate::climb::{Goal, Rung, climb};
-use crate::quantize::can_quantize;
-use crate::{Checkpoint, CheckpointError, GgufOptions, Half, Head, SlotKind, WeightFormat};
+use firesteel_checkpoint::{Checkpoint, Half, Head, SlotKind, WeightFormat};
 use rayon::prelude::*;
 use std::collections::HashMap;
 
@@ -57,21 +58,21 @@ pub fn allocate(
     options: &GgufOptions<'_>,
     bits: f64,
     effects: Effects<'_>,
-) -> Result<Vec<Raised>, CheckpointError> {
+) -> Result<Vec<Raised>, QuantizeError> {
     let planned = planned(checkpoint, options)?;
-    let elements: usize = planned.iter().map(|tensor| tensor.weight.element_count()).sum();
+    let elements: usize = planned.iter().map(|tensor| tensor.weight().element_count()).sum();
     let bytes: usize = planned.iter().map(|tensor| tensor.bytes).sum();
     let budget = bits * elements as f64 / 8.0;
     let least = 8.0 * bytes as f64 / elements.max(1) as f64;
     // Finer than anybody writes a number of bits.
     if budget.is_nan() || (bytes as f64) > budget * 1.0005 {
-        return Err(CheckpointError::Budget { bits, least });
+        return Err(QuantizeError::Budget { bits, least });
     }
     let own = |name: &str| options.formats.is_some_and(|of| of(name).is_some());
     let mut ladders = Vec::new();
     let shares = shares(checkpoint);
-    for tensor in planned.iter().filter(|tensor| tensor.format.is_quantized()) {
-        let name = tensor.weight.name();
+    for tensor in planned.iter().filter(|tensor| tensor.entry.format.is_quantized()) {
+        let name = tensor.weight().name();
         if !own(name) {
             let effect = effects(name).filter(|effect| effect.is_finite());
             let share = shares.get(name).copied().unwrap_or(1.0);
@@ -119,7 +120,7 @@ enum Harm {
 }
 
 impl Harm {
-    fn of(self, tensor: &Planned) -> Result<f64, CheckpointError> {
+    fn of(self, tensor: &Planned) -> Result<f64, QuantizeError> {
         let error = sampled_error(tensor)?;
         Ok(match self {
             Self::Effect(effect) => effect * tensor.mean_importance * error.weighted_lost,
@@ -140,18 +141,14 @@ struct Ladder {
 }
 
 impl Ladder {
-    fn new(
-        tensor: &Planned,
-        options: &GgufOptions<'_>,
-        harm: Harm,
-    ) -> Result<Self, CheckpointError> {
-        let weight = &tensor.weight;
-        let rung = |tensor: &Planned| -> Result<Rung, CheckpointError> {
+    fn new(tensor: &Planned, options: &GgufOptions<'_>, harm: Harm) -> Result<Self, QuantizeError> {
+        let weight = tensor.weight();
+        let rung = |tensor: &Planned| -> Result<Rung, QuantizeError> {
             Ok(Rung { cost: tensor.bytes as f64, harm: harm.of(tensor)? })
         };
-        let (mut formats, mut rungs) = (vec![tensor.format], vec![rung(tensor)?]);
+        let (mut formats, mut rungs) = (vec![tensor.entry.format], vec![rung(tensor)?]);
         for format in STEPS {
-            let fits = tensor.columns().is_multiple_of(format.block_elements());
+            let fits = tensor.entry.columns().is_multiple_of(format.block_elements());
             if fits && can_quantize(format) {
                 let planned = Planned::new(weight, format, options)?;
                 if planned.bytes > tensor.bytes {
@@ -172,16 +169,18 @@ impl Ladder {
 }
 
 /// The error of the whole matrix, from some of its rows.
-fn sampled_error(tensor: &Planned) -> Result<SquareError, CheckpointError> {
-    let columns = tensor.columns();
-    let rows = tensor.weight.element_count() / columns;
+fn sampled_error(tensor: &Planned) -> Result<SquareError, QuantizeError> {
+    let columns = tensor.entry.columns();
+    let rows = tensor.weight().element_count() / columns;
     let count = rows.min(SAMPLED_ROWS);
     let errors: Vec<SquareError> = (0..count)
         .into_par_iter()
-        .map_init(Buffers::default, |buffers, index| {
+        .map_init(<(Buffers, Vec<u8>)>::default, |(buffers, out), index| {
             // Below the number of rows, and spread over all of them.
             let row = (index as u128 * rows as u128 / count.max(1) as u128) as usize;
-            tensor.convert(row * columns, columns, buffers)
+            let bytes = tensor.entry.format.byte_count(columns).unwrap_or_default();
+            out.resize(bytes, 0);
+            tensor.convert(row * columns, columns, buffers, out)
         })
         .collect::<Result<_, _>>()?;
     let mut sum = SquareError::default();

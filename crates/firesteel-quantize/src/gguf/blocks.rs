@@ -7,15 +7,15 @@
 //! scale are fitted in turn while the true error falls. The scale that plain rounding takes is
 //! always a candidate, so the error is never above that of plain rounding.
 
-use crate::WeightFormat;
-use crate::blocks::{Block, BlockQ4_0, BlockQ4K, BlockQ6K, BlockQ8_0};
+use firesteel_checkpoint::WeightFormat;
+use firesteel_checkpoint::blocks::{Block, BlockQ4_0, BlockQ4K, BlockQ6K, BlockQ8_0};
 use half::f16;
 
 /// Formats that can be written.
-pub(crate) const WRITTEN: &str = "f32, f16, bf16, q8_0, q4_0, q4_k, q6_k";
+pub(super) const WRITTEN: &str = "f32, f16, bf16, q8_0, q4_0, q4_k, q6_k";
 
 /// Whether [`quantize`] knows `format`.
-pub(crate) const fn can_quantize(format: WeightFormat) -> bool {
+pub(super) const fn can_quantize(format: WeightFormat) -> bool {
     use WeightFormat::{Q4_0, Q4K, Q6K, Q8_0};
     matches!(format, Q8_0 | Q4_0 | Q4K | Q6K)
 }
@@ -23,7 +23,7 @@ pub(crate) const fn can_quantize(format: WeightFormat) -> bool {
 /// Quantizes whole blocks of finite `values` into `out`, which has room for exactly those.
 /// `importance` has one non-negative weight for each value; a format that is not known leaves
 /// `out` as it is.
-pub(crate) fn quantize(format: WeightFormat, values: &[f32], importance: &[f32], out: &mut [u8]) {
+pub(super) fn quantize(format: WeightFormat, values: &[f32], importance: &[f32], out: &mut [u8]) {
     match format {
         WeightFormat::Q8_0 => each(values, importance, out, q8_0),
         WeightFormat::Q4_0 => each(values, importance, out, q4_0),
@@ -387,7 +387,7 @@ fn pack_scales(pairs: &[(u8, u8); 8]) -> [u8; 12] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::blocks::dequantize;
+    use firesteel_checkpoint::blocks::dequantize;
     use proptest::prelude::*;
 
     const FORMATS: [WeightFormat; 4] =

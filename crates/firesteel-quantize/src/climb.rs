@@ -2,16 +2,16 @@
 
 /// A size that a thing can have.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rung {
+pub(crate) struct Rung {
     /// What it costs in this size.
-    pub cost: f64,
+    pub(crate) cost: f64,
     /// The harm that is left. The harm of different things is taken to add up.
-    pub harm: f64,
+    pub(crate) harm: f64,
 }
 
 /// When it is enough.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Goal {
+pub(crate) enum Goal {
     /// The cost of all together stays at or below this.
     Cost(f64),
     /// The harm of all together gets to this or below, or as low as it can.
@@ -20,7 +20,7 @@ pub enum Goal {
 
 /// Chooses a rung of each ladder; each ladder begins with what a thing has at least. Step by step
 /// what gains most for its cost is raised. Equal ladders give equal choices.
-pub fn climb(ladders: &[Vec<Rung>], goal: Goal) -> Vec<usize> {
+pub(crate) fn climb(ladders: &[Vec<Rung>], goal: Goal) -> Vec<usize> {
     let start = vec![0; ladders.len()];
     let limit = match goal {
         Goal::Cost(limit) => limit,
