@@ -1,8 +1,10 @@
 //! Texts and conversations that commands read, and their ids.
 
 use anyhow::{Context as _, bail};
+use firesteel_artifact::sha256;
 use firesteel_generate::{AddedTokens, ChatTemplate, Conversation, Tokenizer};
 use firesteel_model::Model;
+use firesteel_quantize::TextHash;
 use std::io::Read as _;
 use std::path::Path;
 
@@ -76,4 +78,10 @@ pub(crate) fn text_ids(
 /// What a conversation of `file` is called in errors.
 pub(crate) fn numbered(number: usize, file: &Path) -> String {
     format!("conversation {number} of {}", file.display())
+}
+
+/// What ranges remember of a text.
+pub(crate) fn text_hash(file: &Path) -> anyhow::Result<TextHash> {
+    let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(TextHash { name, sha256: sha256(&fs_err::read(file)?) })
 }

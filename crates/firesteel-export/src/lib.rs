@@ -11,7 +11,7 @@ mod weights;
 
 pub use lint::{Finding, linear_weight, lint};
 pub use options::{Dialect, ExportOptions, Gelu, Precision};
-pub use step::{HeadGraph, StepGraphs, WideTensors, build, head_rows};
+pub use step::{HeadGraph, StepGraphs, WideTensors, build, head_rows, weight_of_shard};
 pub use weights::WeightSource;
 
 use firesteel_checkpoint::CheckpointError;

@@ -140,7 +140,7 @@ fn head_graphs(
                 problem: format!("rows {range:?} are not in the head of {rows} rows"),
             })?;
         let output = format!("logits_{shard}");
-        let weight_name = format!("{}.{shard}", weight.name());
+        let weight_name = shard_name(weight.name(), shard);
         let logits = builder.head(
             x,
             checkpoint.final_norm(),
@@ -152,6 +152,17 @@ fn head_graphs(
         heads.push(HeadGraph { graph: builder.graph, rows: range });
     }
     Ok(heads)
+}
+
+/// Name of the matrix of a part of the vocabulary projection, whose weight is `weight`.
+fn shard_name(weight: &str, shard: usize) -> String {
+    format!("{weight}.{shard}")
+}
+
+/// The weight of which the graph of part `shard` of the vocabulary projection has rows, by the name
+/// of its matrix there.
+pub fn weight_of_shard(matrix: &str, shard: usize) -> &str {
+    matrix.strip_suffix(&shard_name("", shard)).unwrap_or(matrix)
 }
 
 /// Adds nodes to a graph; names start with `prefix`.

@@ -11,6 +11,7 @@ mod compare;
 pub mod gguf;
 mod names;
 mod observe;
+pub mod pipeline;
 mod plan;
 mod ranges;
 mod rewrite;
@@ -20,13 +21,15 @@ pub use calibrate::{Calibrator, MakeStep};
 pub use compare::{Compared, Pair, compare};
 pub use observe::{Method, Observer};
 pub use plan::{
-    Activations, KvFormat, MatrixPlan, Rounding, Scheme, SchemeOptions, WeightWidth, plan,
+    Activations, KvFormat, MatrixName, MatrixPlan, Rounding, Scheme, SchemeOptions, WeightWidth,
+    plan,
 };
 pub use ranges::{ChannelPeak, RANGES_VERSION, Ranges, TensorRange, TextHash};
 pub use rewrite::{Quantized, RangeSource, quantize, stored_matrices};
 
 use firesteel_artifact::ArtifactError;
 use firesteel_checkpoint::CheckpointError;
+use firesteel_engine::EngineError;
 use firesteel_export::ExportError;
 use firesteel_graph::GraphError;
 use firesteel_step::{RunnerError, StepError};
@@ -102,6 +105,18 @@ pub enum QuantizeError {
         /// Bits needed.
         least: f64,
     },
+    /// What is asked for does not fit together, or does nothing.
+    #[error("{problem}")]
+    Request {
+        /// What is wrong, and the way out.
+        problem: String,
+    },
+    /// A matrix or a text cannot be worked on.
+    #[error(transparent)]
+    Weights(#[from] weights::WeightError),
+    /// A text cannot be run.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
     /// The plan and the graph have other matrices.
     #[error("{name}: {problem}")]
     Plan {

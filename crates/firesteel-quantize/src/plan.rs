@@ -3,7 +3,7 @@
 use crate::QuantizeError;
 use crate::names::range_key;
 use crate::weights::{QuantizedMatrix, ScoreRows, WeightBits, WeightError};
-use firesteel_export::StepGraphs;
+use firesteel_export::{StepGraphs, weight_of_shard};
 use firesteel_graph::{Graph, Node, Op, Part};
 use firesteel_tensor::DType;
 use std::fmt;
@@ -153,8 +153,19 @@ pub struct SchemeOptions<'a> {
     pub scheme: Scheme,
     /// Number format of keys and values; that of the scheme by default.
     pub kv: Option<KvFormat>,
-    /// The width of a matrix, by name, where it is not to be the scheme's.
-    pub width: &'a dyn Fn(&str) -> Option<WeightWidth>,
+    /// The width of a matrix where it is not to be the scheme's.
+    pub width: &'a dyn Fn(MatrixName<'_>) -> Option<WeightWidth>,
+}
+
+/// What a matrix of a graph is called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MatrixName<'a> {
+    /// Name of the initializer.
+    pub name: &'a str,
+    /// Name of the weight, of which it may be a part.
+    pub weight: &'a str,
+    /// Whether it makes logits.
+    pub head: bool,
 }
 
 impl SchemeOptions<'_> {
@@ -186,6 +197,10 @@ pub struct MatrixPlan {
     pub graph: usize,
     /// Name of the initializer.
     pub name: String,
+    /// Name of the weight, of which it may be a part in a graph of its own.
+    pub weight: String,
+    /// Whether it makes logits.
+    pub head: bool,
     /// Name of the value that it is multiplied with, in the ranges.
     pub input_key: String,
     /// How its rows meet in scores, where it makes queries and keys that they come from.
@@ -196,6 +211,13 @@ pub struct MatrixPlan {
     pub columns: usize,
     /// Width.
     pub width: WeightWidth,
+}
+
+impl MatrixPlan {
+    /// What it is called.
+    pub fn matrix_name(&self) -> MatrixName<'_> {
+        MatrixName { name: &self.name, weight: &self.weight, head: self.head }
+    }
 }
 
 /// How a matrix becomes integers. Called from several threads.
@@ -224,17 +246,26 @@ pub fn plan(
     for (index, graph) in graphs(step) {
         require_tags(graph)?;
         for node in graph.nodes().iter().filter(|node| node.op == Op::Gemm) {
-            let weight = graph.value(node.inputs[1]);
-            let &[rows, columns] = &weight.shape[..] else { continue };
+            let value = graph.value(node.inputs[1]);
+            let &[rows, columns] = &value.shape[..] else { continue };
+            // The graphs behind the step have parts of the head.
+            let weight = match index.checked_sub(1) {
+                Some(shard) => weight_of_shard(&value.name, shard),
+                None => &value.name,
+            };
+            let head = node.tag.is_some_and(|tag| tag.part == Part::Vocabulary);
+            let name = MatrixName { name: &value.name, weight, head };
             let own = if is_small(node) { WeightWidth::Sixteen } else { options.scheme.weights() };
             matrices.push(MatrixPlan {
                 graph: index,
-                name: weight.name.clone(),
+                name: value.name.clone(),
+                weight: weight.to_owned(),
+                head,
                 input_key: range_key(graph, node.inputs[0], &step.spec),
                 scores: node.tag.and_then(|tag| ScoreRows::of_node(tag, &step.spec)),
                 rows,
                 columns,
-                width: (options.width)(&weight.name).unwrap_or(own),
+                width: (options.width)(name).unwrap_or(own),
             });
         }
     }

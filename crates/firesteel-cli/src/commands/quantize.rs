@@ -5,11 +5,10 @@ mod graph;
 
 use crate::printer::Printer;
 use crate::texts::text_ids;
+use anyhow::Context as _;
 use clap::{Args, Subcommand};
-use firesteel_checkpoint::ModelConfig;
-use firesteel_generate::{AddedTokens, Tokenizer};
+use firesteel_generate::AddedTokens;
 use firesteel_model::Model;
-use firesteel_quantize::weights::spread_over;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -35,30 +34,18 @@ impl Quantize {
     }
 }
 
-/// Tokens of a sequence that the calibration is cut into.
-const SEQUENCE: usize = 512;
-
-/// The ids of texts and conversations for which weights are rounded.
-fn calibration_texts(
+/// The ids of texts and conversations for which weights are rounded; `tokenizer` says who needs one.
+fn texts_of(
     files: &[PathBuf],
     source: &Model,
-    tokenizer: &Tokenizer,
+    tokenizer: &'static str,
 ) -> anyhow::Result<Vec<Vec<u32>>> {
     let mut texts = Vec::new();
-    for file in files {
-        texts.extend(text_ids(file, &[source], tokenizer, AddedTokens::Parse)?);
+    if !files.is_empty() {
+        let tokenizer = source.tokenizer()?.context(tokenizer)?;
+        for file in files {
+            texts.extend(text_ids(file, &[source], &tokenizer, AddedTokens::Parse)?);
+        }
     }
     Ok(texts)
-}
-
-/// Sequences of at most `length` tokens from all over `texts`, with at most `tokens` tokens together.
-fn sequences<'a>(
-    texts: &'a [Vec<u32>],
-    length: usize,
-    config: &ModelConfig,
-    tokens: usize,
-) -> Vec<&'a [u32]> {
-    let length = length.min(SEQUENCE).min(config.max_position_embeddings).max(1);
-    let all: Vec<&[u32]> = texts.iter().flat_map(|ids| ids.chunks(length)).collect();
-    spread_over(&all, tokens)
 }

@@ -4,7 +4,7 @@ use crate::printer::{Printer, table};
 use crate::source::{self};
 use anyhow::{Context as _, bail};
 use clap::{Args, ValueEnum};
-use firesteel_artifact::{Artifact, Manifest};
+use firesteel_artifact::Manifest;
 use firesteel_check::audit::Schematic;
 use firesteel_checkpoint::ModelConfig;
 use firesteel_compile::{PartEntry, PartRole, StepEntry};

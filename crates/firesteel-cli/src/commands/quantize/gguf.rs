@@ -1,24 +1,20 @@
 //! `quantize gguf`: a checkpoint in the block formats of GGUF.
 
-use super::{SEQUENCE, calibration_texts, sequences};
+use super::texts_of;
 use crate::printer::{Printer, mebibytes, table};
 use crate::progress::Progress;
-use crate::source::{self};
-use anyhow::{Context as _, bail};
+use crate::source;
+use anyhow::bail;
 use clap::{Args, ValueEnum};
-use firesteel_checkpoint::{Checkpoint, Head, Slot, WeightFormat};
-use firesteel_engine::Calibration;
+use firesteel_checkpoint::{Checkpoint, WeightFormat};
 use firesteel_model::Model;
-use firesteel_quantize::gguf::{
-    GgufOptions, QuantizedTensor, Raised, allocate, can_raise, quantize_gguf,
-};
+use firesteel_quantize::gguf::{QuantizedTensor, Raised};
+use firesteel_quantize::pipeline::{FileBits, FileRequest, QuantizedFile, quantize_file};
 use firesteel_tensor::DType;
 use glob::Pattern;
 use serde::Serialize;
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 /// Write a GGUF file in the standard types and with the standard metadata.
 ///
@@ -106,29 +102,6 @@ fn tensor_format(text: &str) -> Result<(Pattern, WeightFormat), String> {
     Ok((pattern, format.weight_format()))
 }
 
-/// Bits for each weight of the mixed format: no more than llama.cpp's Q4_K_M, which has the head
-/// and every second of the value (with those fused to it) and down projections in q6_k. Which matrices get the bits is another matter.
-fn mixed_bits(checkpoint: &Checkpoint) -> f64 {
-    let bits =
-        |format: WeightFormat| 8.0 * format.block_bytes() as f64 / format.block_elements() as f64;
-    let (small, large) = (bits(WeightFormat::Q4K), bits(WeightFormat::Q6K));
-    let head = checkpoint.head_weight();
-    let mut all = checkpoint.final_norm().element_count() + checkpoint.embedding().element_count();
-    if let Head::Stored(head) = checkpoint.head() {
-        all += head.element_count();
-    }
-    let mut raised = head.element_count() as f64;
-    for layer in checkpoint.layers() {
-        for (spec, weight) in layer.iter() {
-            all += weight.element_count();
-            if matches!(spec.slot, Slot::QueryKeyValue | Slot::Value | Slot::MlpDown) {
-                raised += weight.element_count() as f64 / 2.0;
-            }
-        }
-    }
-    small + (large - small) * raised / all.max(1) as f64
-}
-
 #[derive(Debug, Serialize)]
 struct Report {
     path: String,
@@ -171,43 +144,40 @@ impl From<QuantizedTensor> for Tensor {
 impl QuantizeGguf {
     pub(crate) fn run(self, printer: &mut Printer) -> anyhow::Result<ExitCode> {
         let source = source::open(&self.checkpoint, printer)?;
-        let format = self.format;
-        self.refuse(format)?;
         let Model::Checkpoint(checkpoint) = &source else {
             bail!("{} is an artifact; quantize its checkpoint", self.checkpoint.display());
         };
         self.check_patterns(checkpoint)?;
-        let calibration = self.calibration(checkpoint, &source)?;
-        let importance = |name: &str| calibration.as_ref()?.importance(name);
+        let texts = texts_of(&self.calibrate, &source, "--calibrate needs the model's tokenizer")?;
         let chosen = |name: &str| {
             let mut fitting = self.tensor.iter().rev().filter(|(glob, _)| glob.matches(name));
             fitting.next().map(|(_, format)| *format)
         };
-        let mut options = GgufOptions {
+        let bits = match self.bits {
+            Some(bits) => FileBits::Bits(bits),
+            None if self.format == Format::Q4KM => FileBits::Mixed,
+            None => FileBits::Fixed,
+        };
+        let request = FileRequest {
+            checkpoint,
+            format: self.format.weight_format(),
             head: self.head.map(Format::weight_format),
-            formats: Some(&chosen),
-            importance: Some(&importance),
+            formats: &chosen,
+            bits,
+            texts: &texts,
+            tokens: self.calibrate_tokens,
             replace: self.force,
-            ..GgufOptions::new(format.weight_format())
         };
-        let mixed = format == Format::Q4KM;
-        let bits = self.bits.or_else(|| mixed.then(|| mixed_bits(checkpoint)));
-        let raised = match bits {
-            Some(bits) => {
-                let effects = calibration.as_ref().map(|known| known.effects(checkpoint));
-                let effect = |name: &str| effects.as_ref()?.get(name).copied();
-                allocate(checkpoint, &options, bits, &effect)?
-            }
-            None => Vec::new(),
-        };
-        let larger: HashMap<&str, WeightFormat> =
-            raised.iter().map(|raised| (&*raised.name, raised.to)).collect();
-        let formats = |name: &str| larger.get(name).copied().or_else(|| chosen(name));
-        options.formats = Some(&formats);
-        let bar = Progress::new("quantizing");
-        let progress = |done, total| bar.set(done, total);
-        let written = quantize_gguf(checkpoint, options, &self.out, &progress)?;
-        drop(bar);
+        let reading = Progress::of_tokens("calibrating");
+        let writing = Progress::new("quantizing");
+        let made = quantize_file(
+            &request,
+            &self.out,
+            &mut |done, total| reading.set(done, total),
+            &|done, total| writing.set(done, total),
+        )?;
+        drop((reading, writing));
+        let QuantizedFile { report: written, calibration_tokens, raised } = made;
         let tensors: Vec<Tensor> = written.tensors.into_iter().map(Tensor::from).collect();
         let (bytes, elements) = tensors
             .iter()
@@ -220,7 +190,7 @@ impl QuantizeGguf {
             path: self.out.display().to_string(),
             bytes: written.bytes,
             bits_per_weight: 8.0 * bytes as f64 / elements.max(1) as f64,
-            calibration_tokens: calibration.as_ref().map_or(0, Calibration::tokens),
+            calibration_tokens,
             raised: raised.iter().map(shown).collect(),
             tensors,
             warnings: written.warnings,
@@ -231,28 +201,6 @@ impl QuantizeGguf {
             false => print(report, printer)?,
         }
         Ok(ExitCode::SUCCESS)
-    }
-
-    /// Refuses what would do nothing with these formats.
-    fn refuse(&self, format: Format) -> anyhow::Result<()> {
-        let main = format.weight_format();
-        let head = self.head.map_or(main, Format::weight_format);
-        let by_name = self.tensor.iter().map(|(_, format)| *format);
-        if !self.calibrate.is_empty()
-            && ![main, head].into_iter().chain(by_name).any(WeightFormat::is_quantized)
-        {
-            bail!(
-                "--calibrate does nothing with --format {main}, because numbers have no scale to \
-                 search; leave it out, or choose a format in blocks such as q8_0 or q4_k_m"
-            );
-        }
-        if let Some(bits) = self.bits.filter(|_| !can_raise(main) && !can_raise(head)) {
-            bail!(
-                "--bits {bits} does nothing with --format {main}, because no larger format in \
-                 blocks follows; leave it out, or choose a smaller format such as q4_k"
-            );
-        }
-        Ok(())
     }
 
     /// Each --tensor is there for something.
@@ -269,24 +217,6 @@ impl QuantizeGguf {
             }
         }
         Ok(())
-    }
-
-    /// What the matrices meet in the texts of --calibrate.
-    fn calibration(
-        &self,
-        checkpoint: &Arc<Checkpoint>,
-        source: &Model,
-    ) -> anyhow::Result<Option<Calibration>> {
-        if self.calibrate.is_empty() {
-            return Ok(None);
-        }
-        let tokenizer = source.tokenizer()?.context("--calibrate needs the model's tokenizer")?;
-        let texts = calibration_texts(&self.calibrate, source, &tokenizer)?;
-        let texts = sequences(&texts, SEQUENCE, checkpoint.config(), self.calibrate_tokens);
-        let bar = Progress::of_tokens("calibrating");
-        let total = texts.iter().map(|ids| ids.len() as u64).sum();
-        let mut progress = |done: usize| bar.set(done as u64, total);
-        Ok(Some(Calibration::run(checkpoint, &texts, &mut progress)?))
     }
 }
 
