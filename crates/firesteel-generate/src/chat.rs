@@ -3,6 +3,7 @@ use crate::gguf::{CHAT_TEMPLATE, GgufSource};
 use crate::guard::Guard;
 use crate::limits;
 use crate::python::{JsonStyle, json_dumps, without_generation_blocks};
+use crate::strftime::LONGEST;
 use crate::{GenerateError, LocalTime, Tokenizer};
 use firesteel_checkpoint::{GgufTokenizer, file_in};
 use minijinja::syntax::SyntaxConfig;
@@ -275,8 +276,7 @@ impl ChatTemplate {
         environment.set_fuel(Some(limits::fuel(bytes)));
         let time = self.time.clone();
         environment.add_function("strftime_now", move |state: &State, format: &str| {
-            // The most that a format can be written to.
-            limits::pay_for(state, format.len().saturating_mul(512))?;
+            limits::pay_for(state, format.len().saturating_mul(LONGEST))?;
             Ok(time.clone().unwrap_or_else(LocalTime::now).strftime(format))
         });
         let rendered = limits::on_large_stack(move || {
