@@ -4,19 +4,21 @@
 //! [`export`] writes one from a checkpoint, [`write_artifact`] one from other graphs, complete or not at all; [`Artifact::open`] reads one
 //! back and runs it on the graph evaluator.
 
+mod document;
 mod evaluator;
 mod export;
 mod manifest;
 mod open;
 mod sharded;
 
+pub use document::Document;
 pub use evaluator::EvaluatorRunner;
 pub use export::{Draft, ExportRequest, Write, checkpoint_hashes, export, write_artifact};
 pub use manifest::{
     DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry, GraphRole, HeadSource,
     KvBytesEntry, MANIFEST, Manifest, ModelEntry, Quantization, QuantizedWeight, TaggedNodes,
 };
-pub use open::{Artifact, ArtifactEmbedding, sha256};
+pub use open::{Artifact, ArtifactEmbedding, sha256, xxh3};
 pub use sharded::{HeadRunner, ShardedRunner};
 
 use firesteel_checkpoint::CheckpointError;

@@ -1,7 +1,8 @@
-use crate::build::identity;
 use crate::chain::Chain;
 use crate::{CompileError, CompiledManifest, Libraries, Measured, PartEntry, StepEntry};
-use firesteel_artifact::{ArtifactEmbedding, EmbeddingEntry, HeadRunner, MANIFEST, ShardedRunner};
+use firesteel_artifact::{
+    ArtifactEmbedding, EmbeddingEntry, HeadRunner, MANIFEST, ShardedRunner, xxh3,
+};
 use firesteel_checkpoint::{MappedFile, StagedFile, file_in};
 use firesteel_ort::OrtRunner;
 use firesteel_ort::qnn::{HtpModel, HtpOptions};
@@ -45,7 +46,7 @@ impl Compiled {
     pub fn verify(&self) -> Result<(), CompileError> {
         for entry in &self.manifest.files {
             let file = self.folder.join(&entry.name);
-            let (_, actual) = identity(&file)?;
+            let (_, actual) = xxh3(&file)?;
             if actual != entry.xxh3 {
                 let problem = format!(
                     "is damaged: XXH3 is {actual}, the manifest has {}; compile it again",
