@@ -2,8 +2,8 @@ use crate::files::{JsonFile, special_tokens};
 use crate::gguf::{CHAT_TEMPLATE, GgufSource};
 use crate::guard::Guard;
 use crate::limits;
-use crate::python::{JsonStyle, json_dumps, strftime, without_generation_blocks};
-use crate::{GenerateError, Tokenizer};
+use crate::python::{JsonStyle, json_dumps, without_generation_blocks};
+use crate::{GenerateError, LocalTime, Tokenizer};
 use firesteel_checkpoint::GgufTokenizer;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
@@ -11,7 +11,6 @@ use minijinja::{Environment, Error, ErrorKind, State, Value as JinjaValue};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// A conversation and how to continue it, in the JSON of the OpenAI chat interface.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -50,7 +49,7 @@ pub enum MessageRole {
 pub struct Message {
     /// Who it is from.
     pub role: MessageRole,
-    /// The text; absent in assistant messages that only call tools.
+    /// The text; absent in assistant messages that only call tools, which templates see as empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<Content>,
     /// What the model thought before the content.
@@ -130,6 +129,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     origin: String,
     special_tokens: Map<String, Value>,
+    time: Option<LocalTime>,
 }
 
 /// Name of the template that is used when there are no tools, or no other.
@@ -199,7 +199,15 @@ impl ChatTemplate {
         let environment = parsed
             .map_err(|error| unusable(&origin, &error))?
             .map_err(|error| template_error(&origin, &error))?;
-        Ok(Self { environment, origin, special_tokens })
+        Ok(Self { environment, origin, special_tokens, time: None })
+    }
+
+    /// The same template with a clock that stands still. Without it every prompt says the time when
+    /// it is rendered, if the template asks for it.
+    #[must_use]
+    pub fn with_time(mut self, time: LocalTime) -> Self {
+        self.time = Some(time);
+        self
     }
 
     /// The text of the prompt, byte for byte as Jinja renders it.
@@ -263,6 +271,12 @@ impl ChatTemplate {
         let bytes = serde_json::to_string(&context).map_or(0, |text| text.len());
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(limits::fuel(bytes)));
+        let time = self.time.clone();
+        environment.add_function("strftime_now", move |state: &State, format: &str| {
+            // The most that a format can be written to.
+            limits::pay_for(state, format.len().saturating_mul(512))?;
+            Ok(time.clone().unwrap_or_else(LocalTime::now).strftime(format))
+        });
         let rendered = limits::on_large_stack(move || {
             environment.get_template(name)?.render(JinjaValue::from(Serde(context)))
         });
@@ -296,15 +310,19 @@ fn templates_of_config(config: &JsonFile) -> Result<Option<Vec<(String, String)>
     }
 }
 
-/// Messages and tools as templates see them: contents are strings, arguments are objects.
+/// Messages and tools as templates see them: contents are strings, empty where there is none, and
+/// arguments are objects.
 fn normalized(conversation: &Conversation) -> Result<(Vec<Value>, Vec<Value>), GenerateError> {
     let mut messages = Vec::with_capacity(conversation.messages.len());
     for (index, message) in conversation.messages.iter().enumerate() {
         let failed = |message| GenerateError::Message { index, message };
         let mut message = message.clone();
-        if let Some(Content::Parts(parts)) = &message.content {
-            message.content = Some(Content::Text(joined(parts).map_err(failed)?));
-        }
+        let text = match message.content.take() {
+            None => String::new(),
+            Some(Content::Text(text)) => text,
+            Some(Content::Parts(parts)) => joined(&parts).map_err(failed)?,
+        };
+        message.content = Some(Content::Text(text));
         for call in message.tool_calls.iter_mut().flatten() {
             let function = &mut call.function;
             function.arguments =
@@ -371,12 +389,6 @@ fn environment() -> Result<Environment<'static>, Error> {
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<(), Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
-    });
-    environment.add_function("strftime_now", |state: &State, format: String| {
-        // No directive writes more than nine bytes for its two.
-        limits::pay_for(state, format.len().saturating_mul(5))?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
-        strftime(now, &format).map_err(|message| Error::new(ErrorKind::InvalidOperation, message))
     });
     Ok(environment)
 }

@@ -356,7 +356,7 @@ fn conversations_are_continued_without_their_last_answer() {
     std::fs::write(&chats, some.join("\n")).unwrap();
     let tiny = spark_tiny();
     let check = |file: &Path, test: &Path| -> Value {
-        let command = ["check", "step", argument(test), "--against", argument(&tiny), "--json"];
+        let command = ["check", "fidelity", argument(test), "--against", argument(&tiny), "--json"];
         let runners = ["--runner", "cpu", "--against-runner", "cpu", "--prompts", argument(file)];
         serde_json::from_str(&stdout(&[&command[..], &runners].concat())).unwrap()
     };

@@ -1,12 +1,13 @@
 //! Chat templates against jinja2 and prompts against the golden ids of spark-tiny.
 
 use firesteel_generate::{
-    AddedTokens, Answer, AnswerOptions, ChatTemplate, Conversation, Message, MessageRole, Syntax,
-    TextStream, Tokenizer,
+    AddedTokens, Answer, AnswerOptions, ChatTemplate, Conversation, LocalTime, Message,
+    MessageRole, Syntax, TextStream, Tokenizer,
 };
 use firesteel_testing::spark_tiny_path;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use std::time::UNIX_EPOCH;
 
 fn spark() -> (ChatTemplate, Tokenizer) {
     let folder = &spark_tiny_path();
@@ -307,6 +308,61 @@ fn contents_and_arguments_are_normalized() {
 }
 
 #[test]
+fn a_message_without_content_is_empty() {
+    let source =
+        "{% for m in messages %}[{{ m.content + '' }}{{ m.content is string }}]{% endfor %}";
+    let folder = folder_with_template(source);
+    let template = ChatTemplate::open(folder.path()).unwrap();
+    let messages = json!([
+        {"role": "assistant", "content": null, "tool_calls": []},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "tool", "content": ""},
+        {"role": "user", "content": []},
+    ]);
+    let text = template.render(&conversation(json!({"messages": messages}))).unwrap();
+    assert_eq!(text, "[True]".repeat(4));
+}
+
+#[test]
+fn a_run_that_a_pattern_gives_up_on_is_an_error() {
+    let (template, published) = spark();
+    // The pattern that the byte level has of its own, and one of a split, which both look ahead.
+    let own = json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
+    });
+    let split = json!({"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": r"\S+|\s+(?!\S)|\s+"}, "behavior": "Isolated", "invert": false},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+    ]});
+    let folder = folder_with_config(|_| ());
+    let text = fs_err::read_to_string(spark_tiny_path().join("tokenizer.json")).unwrap();
+    let mut json: Value = serde_json::from_str(&text).unwrap();
+    let mut tokenizers = vec![published];
+    for pre_tokenizer in [own, split] {
+        json["pre_tokenizer"] = pre_tokenizer;
+        fs_err::write(folder.path().join("tokenizer.json"), json.to_string()).unwrap();
+        tokenizers.push(Tokenizer::open(folder.path()).unwrap());
+    }
+    for (number, tokenizer) in tokenizers.iter().enumerate() {
+        let spaces = |count| " ".repeat(count) + "x";
+        let (long, longest) = (spaces(300_000), spaces(2_000_000));
+        for added in [AddedTokens::AsText, AddedTokens::Parse] {
+            let ids = tokenizer.encode(&long, added).unwrap();
+            // The last space goes with the letter or stands alone, as everywhere else.
+            let short = tokenizer.encode(&spaces(40), added).unwrap();
+            assert_eq!(ids[ids.len() - 1], short[short.len() - 1], "{number} {added:?}");
+            let error = tokenizer.encode(&longest, added).unwrap_err().to_string();
+            assert!(
+                error.ends_with("is too long for the tokenizer's pattern; break it up"),
+                "{error}"
+            );
+        }
+        let error = template.encode(&user(&longest), tokenizer).unwrap_err().to_string();
+        assert!(error.starts_with("the text cannot be tokenized: "), "{error}");
+    }
+}
+
+#[test]
 fn templates_of_every_place_are_found() {
     let render = |folder: &tempfile::TempDir, conversation: &Conversation| {
         ChatTemplate::open(folder.path()).map(|t| t.render(conversation).unwrap())
@@ -406,6 +462,11 @@ fn templates_can_raise_and_tell_the_time() {
     );
     let year: u32 = render("{{ strftime_now('%Y') }}").unwrap().parse().unwrap();
     assert!(year >= 2025);
+    let folder =
+        folder_with_template("{{ strftime_now('%d %b %Y %H:%M') }}{{ strftime_now('%Q') }}");
+    let time = LocalTime::of(UNIX_EPOCH).unwrap().in_zone("<-03>3").unwrap();
+    let template = ChatTemplate::open(folder.path()).unwrap().with_time(time);
+    assert_eq!(template.render(&user("x")).unwrap(), "31 Dec 1969 21:00%Q");
     assert_eq!(render("{% generation %}a{% endgeneration %}\nb\n").unwrap(), "ab");
     assert!(render("{{ messages | tojson(ensure_ascii=true) }}").is_err());
     // Values survive a namespace, and joins and formats are Python's.

@@ -211,16 +211,19 @@ fn a_step_is_estimated_near_what_was_published() {
 #[test]
 fn what_the_compiler_plans_takes_the_place_of_the_count() {
     let kinds = [LayerKind::Sliding, LayerKind::Full];
-    let node = |node: &str, read: u64| NodeTraffic {
-        node: node.into(),
+    // Whatever they are called.
+    let node = |layer, part, read: u64| NodeTraffic {
+        node: format!("node {read}"),
+        tag: Some(Tag { layer, part }),
+        operator: Some("Gemm".into()),
         traffic: Traffic { dram_read: read, dram_write: 1, ..Traffic::default() },
     };
     let schematic = Schematic {
         nodes: vec![
-            node("layers.4.mlp.up/Gemm", 100),
-            node("layers.5.mlp.up/Gemm", 200),
-            node("logits/Gemm", 300),
-            node("(border)", 9),
+            node(Some(4), Part::MlpUp, 100),
+            node(Some(5), Part::MlpUp, 200),
+            node(None, Part::Vocabulary, 300),
+            node(None, Part::Border, 9),
         ],
         ..Schematic::default()
     };
