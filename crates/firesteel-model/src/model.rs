@@ -11,7 +11,6 @@ use firesteel_generate::{ChatTemplate, GenerationConfig, Generator, Tokenizer};
 use firesteel_ort::Optimization;
 use firesteel_ort::qnn::HtpOptions;
 use firesteel_step::{Embedding, Logits, Runner, StepDecoder, StepOptions, StepSpec};
-use firesteel_tensor::DType;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -250,15 +249,7 @@ impl Model {
             Some(manifest) => manifest.contract()?,
             None => {
                 let config = self.config()?;
-                let options = StepOptions {
-                    tokens: 1,
-                    context,
-                    layers: 0..config.num_layers(),
-                    cache_layout: Default::default(),
-                    logits: Logits::Last,
-                    dtype: DType::F32,
-                };
-                StepSpec::new(&config, &options)?
+                StepSpec::new(&config, &StepOptions::decode(&config, context))?
             }
         };
         let refuse = |problem: String| Err(ModelError::Runner { problem });

@@ -1,11 +1,14 @@
 //! `check` over texts and prompts: its bars, and the formats of keys and values.
 
-use crate::support::{argument, firesteel, golden_path, refusal, spark_tiny, stdout};
+use crate::support::{
+    argument, changed_checkpoint, firesteel, golden_path, refusal, spark_tiny, stdout,
+};
 use firesteel_check::{PromptOptions, compare_prompts};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CpuModel, KvFormat, SequenceOptions};
 use firesteel_generate::{AddedTokens, Tokenizer};
 use serde_json::Value;
+use std::path::Path;
 use std::sync::Arc;
 
 const SPARK_TINY: &str = "models/spark-tiny";
@@ -77,30 +80,45 @@ fn the_error_of_coarser_caches_is_in_the_report() {
 #[test]
 fn continuations_have_bars_that_fail() {
     let (tiny, coarse) = (spark_tiny(), golden_path("llamacpp/spark-tiny-q4_0.gguf"));
-    let check = |bars: &[&str]| {
-        let command = [
-            "check",
-            "fidelity",
-            argument(&coarse),
-            "--against",
-            argument(&tiny),
-            "--runner",
-            "cpu",
-        ];
-        let prompts = ["--against-runner", "cpu", "--prompts", PROMPTS, "--greedy", "16"];
-        let output = firesteel(&[&command[..], &prompts, bars].concat());
-        let talk = String::from_utf8(output.stdout).unwrap();
-        let failed = talk.lines().filter(|line| line.starts_with("FAILED: "));
-        (output.status.code(), failed.map(str::to_owned).collect::<Vec<_>>())
+    let check = |model: &Path, options: &[&str]| {
+        let command = ["check", "fidelity", argument(model), "--against", argument(&tiny)];
+        let runners = ["--runner", "cpu", "--against-runner", "cpu"];
+        let prompts = ["--prompts", PROMPTS, "--greedy", "16"];
+        let output = firesteel(&[&command[..], &runners, &prompts, options].concat());
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
     };
-    let passed = check(&["--min-exact", "0.05", "--min-kept", "0.1"]);
-    assert_eq!(passed, (Some(0), vec![]));
-    let (code, failed) = check(&["--min-exact", "1", "--min-kept", "1"]);
-    assert_eq!((code, failed.len()), (Some(1), 2), "{failed:?}");
-    let begins = ["FAILED: the share of prompts continued exactly is 0.", "FAILED: the mean kept"];
-    for (line, begin) in failed.iter().zip(begins) {
-        assert!(line.starts_with(begin) && line.ends_with(", below 1"), "{line}");
-    }
+    let failed = |model: &Path, options: &[&str]| {
+        let (code, talk) = check(model, options);
+        let failed = talk.lines().filter_map(|line| line.strip_prefix("FAILED: "));
+        (code, failed.map(str::to_owned).collect::<Vec<_>>())
+    };
+    let (code, report) = check(&coarse, &["--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let share = |key: &str| report["prompts"][key].as_f64().unwrap();
+    let (exact, kept) = (share("exact_share"), share("kept_prefix"));
+    assert!(code == Some(0) && exact > 0.05 && exact < 0.9 && kept > 0.1 && kept < 0.99);
+    // What it has it reaches.
+    let bars = ["--min-exact", &exact.to_string(), "--min-kept", &kept.to_string()];
+    assert_eq!(failed(&coarse, &bars), (Some(0), vec![]));
+    let expected = [
+        format!("the share of prompts continued exactly is {exact:.4}, below 0.999"),
+        format!("the mean kept prefix is {kept:.4}, below 0.999"),
+    ];
+    let bars = ["--min-exact", "0.999", "--min-kept", "0.999"];
+    assert_eq!(failed(&coarse, &bars), (Some(1), expected.to_vec()));
+
+    // Where all are near ties nothing is known, and that reaches no bar.
+    let folder = tempfile::tempdir().unwrap();
+    let opposite = folder.path().join("opposite");
+    changed_checkpoint(&tiny, &opposite, &|_| (), &|name, _, values| {
+        if name == "model.norm.weight" {
+            values.iter_mut().for_each(|value| *value = -*value);
+        }
+    });
+    let bars = ["--min-exact", "0", "--min-kept", "0", "--near-tie", "1e9"];
+    let expected = ["the share of prompts continued exactly", "the mean kept prefix"]
+        .map(|what| format!("{what} is not known: all prompts are near ties"));
+    assert_eq!(failed(&opposite, &bars), (Some(1), expected.to_vec()));
 }
 
 #[test]

@@ -4,8 +4,7 @@ use crate::support::{
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
 use firesteel_generate::{Answer, AnswerOptions, Message, Syntax, ToolCall};
-use firesteel_step::{KvState, Logits, Role, Runner, StepOptions, StepSpec};
-use firesteel_tensor::DType;
+use firesteel_step::{KvState, Role, Runner, StepOptions, StepSpec};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -431,14 +430,7 @@ fn ids_without_a_token_are_never_sampled() {
 
     // The model itself would pick one of them.
     let checkpoint = Arc::new(Checkpoint::open(&path).unwrap());
-    let options = StepOptions {
-        tokens: 1,
-        context: 8,
-        layers: 0..4,
-        cache_layout: Default::default(),
-        logits: Logits::Last,
-        dtype: DType::F32,
-    };
+    let options = StepOptions::decode(checkpoint.config(), 8);
     let spec = StepSpec::new(checkpoint.config(), &options).unwrap();
     let engine = Engine::new(Arc::clone(&checkpoint), EngineOptions::default());
     let mut runner = engine.runner(spec.clone()).unwrap();

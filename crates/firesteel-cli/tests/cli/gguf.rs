@@ -7,8 +7,7 @@ use crate::support::{
 use firesteel_check::compare_logits;
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, CpuModel, Engine, EngineOptions};
-use firesteel_step::{KvState, Logits, Role, Runner, StepOptions, StepSpec};
-use firesteel_tensor::DType;
+use firesteel_step::{KvState, Role, Runner, StepOptions, StepSpec};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,18 +17,8 @@ fn logits(
     make: &dyn Fn(StepSpec) -> Box<dyn Runner>,
     ids: &[u32],
 ) -> Vec<f32> {
-    let spec = StepSpec::new(
-        checkpoint.config(),
-        &StepOptions {
-            tokens: 1,
-            context: ids.len(),
-            layers: 0..checkpoint.config().num_layers(),
-            cache_layout: Default::default(),
-            logits: Logits::Last,
-            dtype: DType::F32,
-        },
-    )
-    .unwrap();
+    let options = StepOptions::decode(checkpoint.config(), ids.len());
+    let spec = StepSpec::new(checkpoint.config(), &options).unwrap();
     let mut runner = make(spec.clone());
     let embedding = CheckpointEmbedding::new(Arc::clone(checkpoint));
     let mut state = KvState::new(&spec).unwrap();

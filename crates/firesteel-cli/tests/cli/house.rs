@@ -52,7 +52,7 @@ fn sources(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
     }
 }
 
-/// A library that is not built for tests has none, or they would never run.
+/// A crate that is not built for tests has none, or they would never run.
 #[test]
 fn tests_beside_the_code_are_run() {
     for name in crates() {

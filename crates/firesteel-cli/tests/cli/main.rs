@@ -11,6 +11,7 @@ mod generate;
 mod gguf;
 mod golden;
 mod house;
+mod made;
 mod parity;
 mod phone_kit;
 mod profile;

@@ -1,6 +1,8 @@
 //! Runners against each other and against the float64 forward of the trained model.
 
-use crate::support::{Golden, advance, export_to, golden_path, options, ort, snr, spark_tiny};
+use crate::support::{
+    Golden, advance, export_to, golden_path, options, ort, snr, spark_tiny, widened,
+};
 use firesteel_artifact::{Artifact, EvaluatorRunner, HeadRunner};
 use firesteel_checkpoint::{Checkpoint, Family, LayerKind, ModelConfig, RandomWeights, Rope};
 use firesteel_engine::{CheckpointEmbedding, Engine, EngineOptions};
@@ -10,6 +12,7 @@ use firesteel_step::{
     CacheLayoutChoice, KvState, Logits, Role, Runner, StepInputs, StepOptions, StepSpec,
 };
 use firesteel_tensor::{DType, Tensor, TensorView};
+use firesteel_testing::Numbers;
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -29,10 +32,6 @@ fn logits(runner: &mut dyn Runner, checkpoint: &Arc<Checkpoint>, ids: &[u32]) ->
 
 fn engine(checkpoint: &Arc<Checkpoint>, spec: &StepSpec) -> impl Runner {
     Engine::new(Arc::clone(checkpoint), EngineOptions::default()).runner(spec.clone()).unwrap()
-}
-
-fn widened(values: &[f32]) -> Vec<f64> {
-    values.iter().copied().map(f64::from).collect()
 }
 
 #[test]
@@ -91,18 +90,12 @@ fn half_precision_norms_survive_large_activations() {
         let spec = artifact.manifest().step.clone();
         let mut half: Vec<Box<dyn Runner>> =
             vec![artifact.evaluator(false).unwrap(), Box::new(ort(&artifact))];
-        let wide = StepSpec::new(
-            checkpoint.config(),
-            &StepOptions {
-                tokens: 1,
-                context: spec.context,
-                layers: 0..1,
-                cache_layout: CacheLayoutChoice::Auto,
-                logits: Logits::Hidden,
-                dtype: DType::F32,
-            },
-        )
-        .unwrap();
+        let wide = StepOptions {
+            layers: 0..1,
+            logits: Logits::Hidden,
+            ..StepOptions::decode(checkpoint.config(), spec.context)
+        };
+        let wide = StepSpec::new(checkpoint.config(), &wide).unwrap();
         // Every channel large, one channel large, and a row so small that epsilon matters.
         let rows: [&dyn Fn(usize) -> f32; 4] = [
             &|i| if i % 2 == 0 { LARGE } else { -0.7 * LARGE },
@@ -270,14 +263,9 @@ proptest! {
         let mut left = engine(&checkpoint, &spec);
         let mut right = with_exact_scalars(&artifact);
         let mut state = KvState::new(&spec).unwrap();
-        let mut value = seed;
+        let mut numbers = Numbers::new(seed);
         while state.position() + tokens <= context {
-            let x: Vec<f32> = (0..tokens * hidden)
-                .map(|_| {
-                    value = value.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    (value >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-                })
-                .collect();
+            let x = numbers.units(tokens * hidden);
             // From the same caches, because a model drawn at random may make a last bit of them large.
             let step = state.prepare(&spec, &x).unwrap();
             let inputs: StepInputs<'_> = state.inputs(&spec, &step).unwrap();

@@ -8,6 +8,10 @@ use firesteel_onnx::{ModelFile, WritePlan};
 use firesteel_ort::{OrtModel, OrtOptions, OrtRunner};
 use firesteel_step::{CacheLayoutChoice, Embedding, KvState, Logits, Runner, StepOutputs};
 use firesteel_tensor::{DType, TensorView};
+pub(crate) use firesteel_testing::{
+    Golden, advance, contents, copy_folder, golden_path, names, snr, spark_tiny_path as spark_tiny,
+    widened,
+};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -15,50 +19,6 @@ use std::process::{Command, Output};
 
 /// The root of the project.
 pub(crate) const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
-
-/// A small trained model with tokenizer and chat template.
-pub(crate) fn spark_tiny() -> PathBuf {
-    Path::new(ROOT).join("models/spark-tiny")
-}
-
-/// A folder or file of the golden vectors.
-pub(crate) fn golden_path(name: &str) -> PathBuf {
-    Path::new(ROOT).join("tests/golden").join(name)
-}
-
-/// Tensors of a safetensors file.
-pub(crate) struct Golden(Vec<u8>);
-
-impl Golden {
-    pub(crate) fn open(path: &Path) -> Self {
-        Self(std::fs::read(path).unwrap())
-    }
-
-    fn bytes(&self, name: &str) -> Vec<u8> {
-        SafeTensors::deserialize(&self.0).unwrap().tensor(name).unwrap().data().to_vec()
-    }
-
-    pub(crate) fn f32(&self, name: &str) -> Vec<f32> {
-        self.bytes(name)
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-            .collect()
-    }
-
-    pub(crate) fn f64(&self, name: &str) -> Vec<f64> {
-        self.bytes(name)
-            .chunks_exact(8)
-            .map(|b| f64::from_le_bytes(b.try_into().unwrap()))
-            .collect()
-    }
-
-    pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
-        self.bytes(name)
-            .chunks_exact(4)
-            .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
-            .collect()
-    }
-}
 
 /// A whole model in f32, one token a step.
 pub(crate) fn options(checkpoint: &Checkpoint) -> ExportOptions {
@@ -109,31 +69,6 @@ pub(crate) fn write_graph(graph: &Graph, folder: &Path) -> PathBuf {
     folder.join("graph.onnx")
 }
 
-/// Embeds `ids`, runs one step and commits it.
-pub(crate) fn advance(
-    runner: &mut dyn Runner,
-    embedding: &dyn Embedding,
-    state: &mut KvState,
-    ids: &[u32],
-) -> StepOutputs {
-    let spec = runner.spec().clone();
-    let mut x = vec![0f32; ids.len() * embedding.hidden_size()];
-    embedding.lookup(ids, &mut x).unwrap();
-    let step = state.prepare(&spec, &x).unwrap();
-    let outputs = runner.step(&state.inputs(&spec, &step).unwrap()).unwrap();
-    state.commit(&spec, step, &outputs).unwrap();
-    outputs
-}
-
-/// 10 · log10(Σ reference² / Σ (reference − test)²), infinite for equal values.
-pub(crate) fn snr(reference: &[f64], test: &[f32]) -> f64 {
-    assert_eq!(reference.len(), test.len());
-    let pairs = reference.iter().zip(test).map(|(&r, &t)| (r, f64::from(t)));
-    let (signal, noise) =
-        pairs.fold((0.0, 0.0), |(s, n), (r, t)| (s + r * r, n + (r - t) * (r - t)));
-    10.0 * (signal / noise).log10()
-}
-
 /// Runs the binary in the root of the project.
 pub(crate) fn firesteel(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_firesteel"))
@@ -163,29 +98,6 @@ pub(crate) fn refusal(arguments: &[&str]) -> String {
 /// A path as an argument.
 pub(crate) fn argument(path: &Path) -> &str {
     path.to_str().unwrap()
-}
-
-/// Names of the entries of a folder, sorted, hidden ones included.
-pub(crate) fn names(folder: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).unwrap();
-    let mut names: Vec<String> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// Name and content of every file of a folder.
-pub(crate) fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    let read = |name: String| (name.clone(), std::fs::read(folder.join(&name)).unwrap());
-    names(folder).into_iter().map(read).collect()
-}
-
-/// Copies the files of a folder into a new one.
-pub(crate) fn copy_folder(from: &Path, to: &Path) {
-    std::fs::create_dir(to).unwrap();
-    for name in names(from) {
-        std::fs::copy(from.join(&name), to.join(&name)).unwrap();
-    }
 }
 
 /// An artifact on the evaluator and on ONNX Runtime, the parts of a sharded head joined.

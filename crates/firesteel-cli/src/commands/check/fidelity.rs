@@ -12,7 +12,6 @@ use firesteel_engine::KvFormat;
 use firesteel_generate::{AddedTokens, MessageRole, Tokenizer};
 use firesteel_model::{DecoderOptions, Model, RunnerKind};
 use firesteel_step::{Logits, StepOptions, StepSpec, Wanted};
-use firesteel_tensor::DType;
 use serde::Serialize;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -334,17 +333,8 @@ fn step(source: &Model, manifest: Option<&Manifest>, context: usize) -> anyhow::
         Some(manifest) => manifest.contract()?,
         None => {
             let config = source.config()?;
-            StepSpec::new(
-                &config,
-                &StepOptions {
-                    tokens: 1,
-                    context: context.min(config.max_position_embeddings),
-                    layers: 0..config.num_layers(),
-                    cache_layout: Default::default(),
-                    logits: Logits::Last,
-                    dtype: DType::F32,
-                },
-            )?
+            let context = context.min(config.max_position_embeddings);
+            StepSpec::new(&config, &StepOptions::decode(&config, context))?
         }
     };
     let whole = spec.tokens == 1 && spec.first_layer == 0 && spec.logits != Logits::Hidden;
@@ -438,51 +428,4 @@ fn print(report: &FidelityReport, printer: &mut Printer) -> anyhow::Result<()> {
         printer.line("passed")?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::Parser;
-
-    #[derive(Parser)]
-    struct Alone {
-        #[command(flatten)]
-        check: CheckFidelity,
-    }
-
-    #[test]
-    fn shares_are_held_against_their_bars() {
-        let report = |exact_share, kept_prefix| PromptsReport {
-            prompts: 4,
-            exact: 3,
-            ties: 0,
-            exact_share,
-            kept_prefix,
-            tokens: 128,
-        };
-        let missed = |options: &[&str], report: &PromptsReport| {
-            let command = ["check", "a", "--against", "b", "--prompts", "c"];
-            let parsed = Alone::parse_from([&command[..], options].concat());
-            let mut missed = Vec::new();
-            parsed.check.judge_prompts(report, &mut missed);
-            missed
-        };
-        let some = report(Some(0.75), Some(0.875));
-        assert_eq!(missed(&[], &some), Vec::<String>::new());
-        let bars = ["--min-exact", "0.75", "--min-kept", "0.875"];
-        assert_eq!(missed(&bars, &some), Vec::<String>::new());
-        let bars = ["--min-exact", "0.76", "--min-kept", "0.88"];
-        let expected = [
-            "the share of prompts continued exactly is 0.7500, below 0.76",
-            "the mean kept prefix is 0.8750, below 0.88",
-        ];
-        assert_eq!(missed(&bars, &some), expected);
-        // Where all are near ties nothing is known, and that reaches no bar.
-        let expected = [
-            "the share of prompts continued exactly is not known: all prompts are near ties",
-            "the mean kept prefix is not known: all prompts are near ties",
-        ];
-        assert_eq!(missed(&["--min-exact", "0", "--min-kept", "0"], &report(None, None)), expected);
-    }
 }

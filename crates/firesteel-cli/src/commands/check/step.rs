@@ -15,7 +15,6 @@ use firesteel_model::{Model, RunnerKind, RunnerOptions};
 use firesteel_step::{
     Embedding, KvState, Logits, Role, Runner, RunnerError, StepError, StepOptions, StepSpec,
 };
-use firesteel_tensor::DType;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -292,17 +291,8 @@ pub(crate) fn check_and_print(
 
 fn checkpoint_contract(source: &Model) -> anyhow::Result<StepSpec> {
     let config = source.config()?;
-    Ok(StepSpec::new(
-        &config,
-        &StepOptions {
-            tokens: 1,
-            context: CHECKPOINT_CONTEXT.min(config.max_position_embeddings),
-            layers: 0..config.num_layers(),
-            cache_layout: Default::default(),
-            logits: Logits::Last,
-            dtype: DType::F32,
-        },
-    )?)
+    let context = CHECKPOINT_CONTEXT.min(config.max_position_embeddings);
+    Ok(StepSpec::new(&config, &StepOptions::decode(&config, context))?)
 }
 
 /// The bar for what the artifacts' options and the runners' arithmetic can hold.
@@ -383,17 +373,13 @@ pub(crate) fn feed(
     }
     for source in [reference, test] {
         if let Model::Checkpoint(checkpoint) = source {
-            let before = StepSpec::new(
-                checkpoint.config(),
-                &StepOptions {
-                    tokens: spec.tokens,
-                    context: spec.context,
-                    layers: 0..spec.first_layer,
-                    cache_layout: Default::default(),
-                    logits: Logits::Hidden,
-                    dtype: DType::F32,
-                },
-            )?;
+            let options = StepOptions {
+                tokens: spec.tokens,
+                layers: 0..spec.first_layer,
+                logits: Logits::Hidden,
+                ..StepOptions::decode(checkpoint.config(), spec.context)
+            };
+            let before = StepSpec::new(checkpoint.config(), &options)?;
             let options = RunnerOptions::default();
             let runner = source.runner(RunnerKind::Engine, Some(&before), false, &options)?;
             let embedding = source.embedding()?.context("a checkpoint has an embedding")?;

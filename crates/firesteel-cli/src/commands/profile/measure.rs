@@ -11,7 +11,7 @@ use firesteel_model::{Model, RunnerKind, ort_runner};
 use firesteel_ort::Optimization;
 use firesteel_profile::{Measurement, Origin, PartKind, RunTimes};
 use firesteel_step::{KvState, Logits, Runner, StepOptions, StepSpec};
-use firesteel_tensor::{DType, Tensor};
+use firesteel_tensor::Tensor;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -164,17 +164,14 @@ impl Measure {
         match source {
             Model::Checkpoint(checkpoint) => {
                 let config = checkpoint.config();
-                let spec = StepSpec::new(
-                    config,
-                    &StepOptions {
-                        tokens: tokens.unwrap_or(1),
-                        context: context.unwrap_or(CONTEXT.min(config.max_position_embeddings)),
-                        layers: layer_range(layers.as_deref().unwrap_or("all"), config)?,
-                        cache_layout: Default::default(),
-                        logits: if *no_lm_head { Logits::Hidden } else { Logits::Last },
-                        dtype: DType::F32,
-                    },
-                )?;
+                let context = context.unwrap_or(CONTEXT.min(config.max_position_embeddings));
+                let step = StepOptions {
+                    tokens: tokens.unwrap_or(1),
+                    layers: layer_range(layers.as_deref().unwrap_or("all"), config)?,
+                    logits: if *no_lm_head { Logits::Hidden } else { Logits::Last },
+                    ..StepOptions::decode(config, context)
+                };
+                let spec = StepSpec::new(config, &step)?;
                 Ok(source.runner(self.runner, Some(&spec), false, &options)?)
             }
             Model::Artifact(_) | Model::Compiled(_)
