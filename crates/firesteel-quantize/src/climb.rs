@@ -1,4 +1,4 @@
-//! Which of several things are made larger, if only so much is to be had.
+//! Greedy bit allocation: which of several things are made larger, if only so much is to be had.
 
 /// A size that a thing can have.
 #[derive(Debug, Clone, Copy, PartialEq)]
