@@ -2,7 +2,7 @@ use crate::{
     ArtifactError, EmbeddingEntry, EvaluatorRunner, GraphEntry, HeadRunner, MANIFEST, Manifest,
     ShardedRunner,
 };
-use firesteel_checkpoint::MappedFile;
+use firesteel_checkpoint::{MappedFile, file_in};
 use firesteel_graph::{Constant, Evaluator, Graph};
 use firesteel_onnx::read_model;
 use firesteel_step::{Embedding, EncodedRunner, Role, Runner, RunnerError, StepSpec};
@@ -79,7 +79,7 @@ impl Artifact {
 
     fn check_length(&self, name: &str, bytes: u64) -> Result<(), ArtifactError> {
         let file = self.folder.join(name);
-        let actual = fs::metadata(&file)?.len();
+        let actual = fs::metadata(file_in(&self.folder, name)?.as_deref().unwrap_or(&file))?.len();
         if actual == bytes {
             return Ok(());
         }

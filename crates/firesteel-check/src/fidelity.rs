@@ -306,73 +306,16 @@ impl Rows {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use firesteel_testing::ScriptedDecoder;
 
     /// The logits after a token depend on that token alone; takes two tokens at most at once.
-    struct Table {
-        name: &'static str,
-        rows: Vec<Vec<f32>>,
-        context: usize,
-        position: usize,
-        pending: usize,
-        asked: Vec<Wanted>,
-    }
-
-    fn table(name: &'static str, rows: &[&[f32]]) -> Table {
-        let rows = rows.iter().map(|row| row.to_vec()).collect();
-        Table { name, rows, context: 16, position: 0, pending: 0, asked: Vec::new() }
-    }
-
-    impl Decoder for Table {
-        fn name(&self) -> &str {
-            self.name
-        }
-        fn vocab_size(&self) -> usize {
-            self.rows[0].len()
-        }
-        fn embedding_rows(&self) -> usize {
-            self.rows.len()
-        }
-        fn context(&self) -> usize {
-            self.context
-        }
-        fn position(&self) -> usize {
-            self.position
-        }
-        fn cache_bytes(&self) -> usize {
-            0
-        }
-        fn chunk(&self, left: usize) -> usize {
-            left.min(2)
-        }
-        fn gives_all_logits(&self, _: usize) -> bool {
-            true
-        }
-        fn forward(
-            &mut self,
-            ids: &[u32],
-            wanted: Wanted,
-            logits: &mut Vec<f32>,
-        ) -> Result<(), RunnerError> {
-            assert!(self.position + ids.len() <= self.context);
-            self.pending = ids.len();
-            self.asked.push(wanted);
-            let ids = match wanted {
-                Wanted::Nothing => &[],
-                Wanted::Last => &ids[ids.len() - 1..],
-                Wanted::All => ids,
-            };
-            logits.clear();
-            ids.iter().for_each(|id| logits.extend(&self.rows[*id as usize]));
-            Ok(())
-        }
-        fn commit(&mut self, tokens: usize) -> Result<(), RunnerError> {
-            assert_eq!(tokens, self.pending);
-            self.position += tokens;
-            Ok(())
-        }
-        fn clear(&mut self) {
-            self.position = 0;
-        }
+    fn table(name: &'static str, rows: &[&[f32]]) -> ScriptedDecoder<'static> {
+        let rows: Vec<Vec<f32>> = rows.iter().map(|row| row.to_vec()).collect();
+        let (tokens, vocabulary) = (rows.len(), rows[0].len());
+        let script = move |ids: &[u32]| rows[ids[ids.len() - 1] as usize].clone();
+        let mut decoder = ScriptedDecoder::new(vocabulary, 16, script);
+        (decoder.name, decoder.embedding_rows, decoder.chunk) = (name, tokens, 2);
+        decoder
     }
 
     const LN_2: f32 = std::f32::consts::LN_2;
@@ -463,7 +406,7 @@ mod tests {
         let mut three = table("b", &[&[0.0, 0.0, 0.0]]);
         let mut broken = table("c", &[&[0.0, f32::NAN]]);
         let options = PromptOptions { tokens: 8, tie_margin: 0.05, ends: &[] };
-        let mut text = |test: &mut Table, ids: &[u32]| {
+        let mut text = |test: &mut ScriptedDecoder<'_>, ids: &[u32]| {
             compare_text(&mut two, test, &[ids], 0.05).unwrap_err().to_string()
         };
         let vocabulary = "the vocabulary of a and b differ: 2 against 3";

@@ -67,6 +67,7 @@ pub use family::{
     Activation, AttentionBlock, Block, Family, FedBy, Feeds, Half, MlpBlock, PreTokenizer, Size,
     Slot, SlotKind, SlotSpec, preset, presets,
 };
+pub use folder::file_in;
 pub use gguf::{
     EncodeRows, Gguf, GgufArray, GgufEntry, GgufLayout, GgufRows, GgufTensor, GgufTokenizer,
     GgufValue, GgufWritten, write_gguf,

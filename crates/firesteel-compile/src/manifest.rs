@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::path::Path;
 
 /// Version of the manifest's layout that is written and read.
-pub const COMPILED_VERSION: u32 = 2;
+pub const COMPILED_VERSION: u32 = 3;
 
 /// What the manifest says it is.
 const FORMAT: &str = "firesteel-compiled";

@@ -3,10 +3,7 @@
 use crate::engine::Observer;
 use crate::{CheckpointEmbedding, Engine, EngineError, EngineOptions};
 use firesteel_checkpoint::{Checkpoint, Feeds, Half, Head, SlotKind, Weight};
-use firesteel_step::{
-    CacheLayoutChoice, Embedding, KvState, Logits, Role, StepOptions, StepOutputs, StepSpec,
-};
-use firesteel_tensor::DType;
+use firesteel_step::{Embedding, KvState, Logits, Role, StepOptions, StepOutputs, StepSpec};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -144,11 +141,9 @@ impl Reading<'_> {
             rest = later;
             let options = StepOptions {
                 tokens: CHUNK.min(tokens),
-                context: tokens,
                 layers: self.layers.clone(),
-                cache_layout: CacheLayoutChoice::default(),
                 logits: self.logits,
-                dtype: DType::F32,
+                ..StepOptions::decode(config, tokens)
             };
             let whole = StepSpec::new(config, &options)?;
             let mut state = KvState::new(&whole)?;

@@ -2,16 +2,16 @@ use crate::files::{JsonFile, special_tokens};
 use crate::gguf::{CHAT_TEMPLATE, GgufSource};
 use crate::guard::Guard;
 use crate::limits;
-use crate::python::{JsonStyle, json_dumps, strftime, without_generation_blocks};
-use crate::{GenerateError, Tokenizer};
-use firesteel_checkpoint::GgufTokenizer;
+use crate::python::{JsonStyle, json_dumps, without_generation_blocks};
+use crate::strftime::LONGEST;
+use crate::{GenerateError, LocalTime, Tokenizer};
+use firesteel_checkpoint::{GgufTokenizer, file_in};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, State, Value as JinjaValue};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// A conversation and how to continue it, in the JSON of the OpenAI chat interface.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -50,7 +50,7 @@ pub enum MessageRole {
 pub struct Message {
     /// Who it is from.
     pub role: MessageRole,
-    /// The text; absent in assistant messages that only call tools.
+    /// The text; absent in assistant messages that only call tools, which templates see as empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<Content>,
     /// What the model thought before the content.
@@ -130,6 +130,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     origin: String,
     special_tokens: Map<String, Value>,
+    time: Option<LocalTime>,
 }
 
 /// Name of the template that is used when there are no tools, or no other.
@@ -144,13 +145,16 @@ impl ChatTemplate {
     /// # Errors
     /// When there is none, or it does not parse.
     pub fn open(folder: &Path) -> Result<Self, GenerateError> {
-        let config = JsonFile::open_if_present(folder.join("tokenizer_config.json"))?;
+        let config = JsonFile::open_if_present(folder, "tokenizer_config.json")?;
         let special_tokens =
             special_tokens(&config).map(|(key, text)| (key.into(), text.into())).collect();
         let path = folder.join("chat_template.jinja");
-        let (origin, templates) = match fs_err::read_to_string(&path) {
-            Ok(source) => (path.display().to_string(), vec![(DEFAULT.to_owned(), source)]),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => (
+        let (origin, templates) = match file_in(folder, "chat_template.jinja")? {
+            Some(file) => {
+                let source = fs_err::read_to_string(file)?;
+                (path.display().to_string(), vec![(DEFAULT.to_owned(), source)])
+            }
+            None => (
                 format!("{}: chat_template", config.path.display()),
                 templates_of_config(&config)?.ok_or_else(|| GenerateError::NoTemplate {
                     path: folder.into(),
@@ -158,7 +162,6 @@ impl ChatTemplate {
                              tokenizer_config.json",
                 })?,
             ),
-            Err(error) => return Err(error.into()),
         };
         Self::new(origin, templates, special_tokens)
     }
@@ -199,7 +202,15 @@ impl ChatTemplate {
         let environment = parsed
             .map_err(|error| unusable(&origin, &error))?
             .map_err(|error| template_error(&origin, &error))?;
-        Ok(Self { environment, origin, special_tokens })
+        Ok(Self { environment, origin, special_tokens, time: None })
+    }
+
+    /// The same template with a clock that stands still. Without it every prompt says the time when
+    /// it is rendered, if the template asks for it.
+    #[must_use]
+    pub fn with_time(mut self, time: LocalTime) -> Self {
+        self.time = Some(time);
+        self
     }
 
     /// The text of the prompt, byte for byte as Jinja renders it.
@@ -263,6 +274,11 @@ impl ChatTemplate {
         let bytes = serde_json::to_string(&context).map_or(0, |text| text.len());
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(limits::fuel(bytes)));
+        let time = self.time.clone();
+        environment.add_function("strftime_now", move |state: &State, format: &str| {
+            limits::pay_for(state, format.len().saturating_mul(LONGEST))?;
+            Ok(time.clone().unwrap_or_else(LocalTime::now).strftime(format))
+        });
         let rendered = limits::on_large_stack(move || {
             environment.get_template(name)?.render(JinjaValue::from(Serde(context)))
         });
@@ -296,15 +312,19 @@ fn templates_of_config(config: &JsonFile) -> Result<Option<Vec<(String, String)>
     }
 }
 
-/// Messages and tools as templates see them: contents are strings, arguments are objects.
+/// Messages and tools as templates see them: contents are strings, empty where there is none, and
+/// arguments are objects.
 fn normalized(conversation: &Conversation) -> Result<(Vec<Value>, Vec<Value>), GenerateError> {
     let mut messages = Vec::with_capacity(conversation.messages.len());
     for (index, message) in conversation.messages.iter().enumerate() {
         let failed = |message| GenerateError::Message { index, message };
         let mut message = message.clone();
-        if let Some(Content::Parts(parts)) = &message.content {
-            message.content = Some(Content::Text(joined(parts).map_err(failed)?));
-        }
+        let text = match message.content.take() {
+            None => String::new(),
+            Some(Content::Text(text)) => text,
+            Some(Content::Parts(parts)) => joined(&parts).map_err(failed)?,
+        };
+        message.content = Some(Content::Text(text));
         for call in message.tool_calls.iter_mut().flatten() {
             let function = &mut call.function;
             function.arguments =
@@ -371,12 +391,6 @@ fn environment() -> Result<Environment<'static>, Error> {
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<(), Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
-    });
-    environment.add_function("strftime_now", |state: &State, format: String| {
-        // No directive writes more than nine bytes for its two.
-        limits::pay_for(state, format.len().saturating_mul(5))?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
-        strftime(now, &format).map_err(|message| Error::new(ErrorKind::InvalidOperation, message))
     });
     Ok(environment)
 }

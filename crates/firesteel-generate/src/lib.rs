@@ -57,9 +57,11 @@ mod row;
 mod sampler;
 mod step_stats;
 mod stop;
+mod strftime;
 mod syntax;
 mod tokenizer;
 mod utf8;
+mod words;
 
 pub use answer::{Answer, AnswerEvent, AnswerFlag, AnswerOptions, AnswerStream, ToolCall};
 pub use batch::{Batch, Finished};
@@ -80,6 +82,7 @@ pub use step_stats::{
     MODEL_FORWARD_MS, MODEL_SAMPLE_MS, StepRecord, StepStats, StepSummary, TimeSummary,
 };
 pub use stop::{Released, StopStrings};
+pub use strftime::LocalTime;
 pub use syntax::{CallFlag, Syntax, Tags};
 pub use tokenizer::{AddedTokens, TextStream, Tokenizer};
 pub use utf8::Utf8Stream;

@@ -1,5 +1,4 @@
-//! What chat templates expect from Python: `json.dumps`, `strftime`, and transformers' own
-//! extension of Jinja.
+//! What chat templates expect from Python: `json.dumps`, and transformers' own extension of Jinja.
 
 use serde_json::Value;
 use std::borrow::Cow;
@@ -136,92 +135,6 @@ pub(crate) fn without_generation_blocks(source: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
-const WEEKDAYS: [&str; 7] =
-    ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-
-/// `seconds` after 1970 in UTC, by Python's `strftime` in the C locale.
-///
-/// # Errors
-/// When a directive is not known; the message names it.
-pub(crate) fn strftime(seconds: u64, format: &str) -> Result<String, String> {
-    let days = seconds / 86_400;
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    let (year, month, day, day_of_year) = civil(days);
-    let month_name = MONTHS[month - 1];
-    let weekday = WEEKDAYS[(days % 7) as usize];
-    let mut out = String::new();
-    let mut characters = format.chars();
-    while let Some(character) = characters.next() {
-        if character != '%' {
-            out.push(character);
-            continue;
-        }
-        let mut directive = characters.next();
-        let padded = directive != Some('-');
-        if !padded {
-            directive = characters.next();
-        }
-        let two = |n: u64| if padded { format!("{n:02}") } else { n.to_string() };
-        out += &match directive {
-            Some('Y') => year.to_string(),
-            Some('y') => two(year % 100),
-            Some('m') => two(month as u64),
-            Some('d') => two(day),
-            Some('H') => two(hour),
-            Some('I') => two((hour + 11) % 12 + 1),
-            Some('M') => two(minute),
-            Some('S') => two(second),
-            Some('j') if padded => format!("{day_of_year:03}"),
-            Some('j') => day_of_year.to_string(),
-            Some('B') => month_name.to_owned(),
-            Some('b') => month_name[..3].to_owned(),
-            Some('A') => weekday.to_owned(),
-            Some('a') => weekday[..3].to_owned(),
-            Some('p') => if hour < 12 { "AM" } else { "PM" }.to_owned(),
-            Some('%') => "%".to_owned(),
-            Some(other) => return Err(format!("strftime directive %{other} is not supported")),
-            None => return Err("a strftime format ends in %".to_owned()),
-        };
-    }
-    Ok(out)
-}
-
-/// Year, month, day and day of the year, from 1, of a day counted from 1970-01-01.
-fn civil(mut days: u64) -> (u64, usize, u64, u64) {
-    // 400 years of the Gregorian calendar have 146097 days.
-    let mut year = 1970 + days / 146_097 * 400;
-    days %= 146_097;
-    let leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    while days >= 365 + u64::from(leap(year)) {
-        days -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let day_of_year = days + 1;
-    let lengths = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while month < 11 && days >= lengths[month] {
-        days -= lengths[month];
-        month += 1;
-    }
-    (year, month + 1, days + 1, day_of_year)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -252,23 +165,6 @@ mod tests {
         for (style, expected) in cases {
             assert_eq!(json_dumps(&value, style), expected);
         }
-    }
-
-    #[test]
-    fn dates() {
-        let cases = [
-            (0, "%Y-%m-%d %H:%M:%S %j %a", "1970-01-01 00:00:00 001 Thu"),
-            (951_782_399, "%d %B %Y %I:%M %p", "28 February 2000 11:59 PM"),
-            (951_782_400, "%-d %b %y %A 100%%", "29 Feb 00 Tuesday 100%"),
-            (978_220_800, "%Y-%m-%d %-j", "2000-12-31 366"),
-            (4_107_542_400, "%Y-%-m-%-d %I%p", "2100-3-1 12AM"),
-            (16_725_225_600, "%Y-%m-%d", "2500-01-01"),
-        ];
-        for (seconds, format, expected) in cases {
-            assert_eq!(strftime(seconds, format).unwrap(), expected);
-        }
-        assert_eq!(strftime(0, "%Q").unwrap_err(), "strftime directive %Q is not supported");
-        assert!(strftime(0, "%").is_err());
     }
 
     #[test]

@@ -1,13 +1,14 @@
 use crate::files::{JsonFile, special_tokens};
 use crate::gguf::GgufSource;
+use crate::words::Words;
 use crate::{GenerateError, GenerationConfig, Utf8Stream};
-use firesteel_checkpoint::{GgufTokenizer, mistaken_file};
+use firesteel_checkpoint::{GgufTokenizer, file_in, mistaken_file};
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
 use tokenizers::{
     DecoderWrapper, Model, NormalizedString, Normalizer, OffsetReferential, OffsetType,
-    PreTokenizedString, PreTokenizer, Token,
+    PreTokenizedString, Token,
 };
 
 /// Whether the spelling of an added token, such as `<|Bot|>`, in a text is that token.
@@ -23,6 +24,7 @@ pub enum AddedTokens {
 /// A byte-level BPE tokenizer with the token names and generation settings of its folder or file.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    words: Words,
     tokens: HashMap<u32, TokenBytes>,
     added: Vec<String>,
     eos_token_id: Option<u32>,
@@ -50,7 +52,8 @@ impl Tokenizer {
     /// of the wrong type.
     pub fn open(folder: &Path) -> Result<Self, GenerateError> {
         let path = folder.join("tokenizer.json");
-        let bytes = fs_err::read(&path)?;
+        let file = file_in(folder, "tokenizer.json")?;
+        let bytes = fs_err::read(file.as_deref().unwrap_or(&path))?;
         let failed = |message| GenerateError::Tokenizer { path: path.clone(), message };
         if let Some(mistake) = mistaken_file(&bytes) {
             return Err(failed(mistake.into()));
@@ -67,12 +70,12 @@ impl Tokenizer {
             let message = "the decoder is not ByteLevel: only byte-level BPE is supported";
             return Err(failed(message.into()));
         }
-        let config = JsonFile::open_if_present(folder.join("tokenizer_config.json"))?;
+        let config = JsonFile::open_if_present(folder, "tokenizer_config.json")?;
         let eos_token_id = special_tokens(&config)
             .find(|(key, _)| *key == "eos_token")
             .and_then(|(_, text)| inner.token_to_id(text));
         let generation = GenerationConfig::open(folder)?;
-        Ok(Self::new(inner, eos_token_id, generation))
+        Self::new(inner, eos_token_id, generation).map_err(failed)
     }
 
     /// The tokenizer in the metadata of the GGUF file `origin`. Its generation settings are the
@@ -90,7 +93,8 @@ impl Tokenizer {
             eos_token_ids: eos_token_id.into_iter().collect(),
             ..GenerationConfig::default()
         };
-        Ok(Self::new(inner, eos_token_id, generation))
+        Self::new(inner, eos_token_id, generation)
+            .map_err(|message| GenerateError::Tokenizer { path: origin.into(), message })
     }
 
     /// The same tokenizer with other advice on generation; its end ids are added to those that are
@@ -106,7 +110,8 @@ impl Tokenizer {
         inner: tokenizers::Tokenizer,
         eos_token_id: Option<u32>,
         generation: GenerationConfig,
-    ) -> Self {
+    ) -> Result<Self, String> {
+        let words = Words::new(inner.get_pre_tokenizer())?;
         let alphabet = byte_alphabet();
         let mut tokens: HashMap<u32, TokenBytes> = HashMap::new();
         for (text, id) in inner.get_vocab(false) {
@@ -121,7 +126,7 @@ impl Tokenizer {
             tokens.insert(id, TokenBytes { bytes, added: true, hidden: token.special });
             added.push(token.content);
         }
-        Self { inner, tokens, added, eos_token_id, generation }
+        Ok(Self { inner, words, tokens, added, eos_token_id, generation })
     }
 
     /// The ids of a plain prompt, with what the tokenizer's post-processor adds (nothing in
@@ -130,13 +135,13 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer fails.
     pub fn encode(&self, text: &str, added: AddedTokens) -> Result<Vec<u32>, GenerateError> {
-        let encoding = match added {
-            AddedTokens::Parse => self.inner.encode_fast(text, true),
-            AddedTokens::AsText => self
-                .plain(text)
-                .and_then(|pieces| pieces.into_encoding(None, 0, OffsetType::None))
-                .and_then(|encoding| self.inner.post_process(encoding, None, true)),
+        let pieces = match added {
+            AddedTokens::Parse => self.parsed(text),
+            AddedTokens::AsText => self.plain(text),
         };
+        let encoding = pieces
+            .and_then(|pieces| pieces.into_encoding(None, 0, OffsetType::None))
+            .and_then(|encoding| self.inner.post_process(encoding, None, true));
         Ok(encoding.map_err(encode_error)?.get_ids().to_vec())
     }
 
@@ -190,6 +195,15 @@ impl Tokenizer {
         Ok(tokens.flatten().map(|token| token.id).collect())
     }
 
+    /// Tokenizes with the added tokens that are spelled in the text.
+    fn parsed(&self, text: &str) -> tokenizers::Result<PreTokenizedString> {
+        let added = self.inner.get_added_vocabulary();
+        let mut pieces = added.extract_and_normalize(self.inner.get_normalizer(), text);
+        self.words.cut(&mut pieces)?;
+        pieces.tokenize(|piece| self.inner.get_model().tokenize(piece.get()))?;
+        Ok(pieces)
+    }
+
     /// Tokenizes without looking for added tokens.
     fn plain(&self, text: &str) -> tokenizers::Result<PreTokenizedString> {
         let mut normalized = NormalizedString::from(text);
@@ -197,9 +211,7 @@ impl Tokenizer {
             normalizer.normalize(&mut normalized)?;
         }
         let mut pieces = PreTokenizedString::from(normalized);
-        if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
-            pre_tokenizer.pre_tokenize(&mut pieces)?;
-        }
+        self.words.cut(&mut pieces)?;
         pieces.tokenize(|piece| self.plain_piece(piece.get()))?;
         Ok(pieces)
     }

@@ -1,4 +1,5 @@
-//! Loading the library. One test, because a process loads one library and keeps it.
+//! Loading the library. One test in a binary of its own, because a process loads one library and keeps
+//! it.
 
 use firesteel_ort::{OrtError, find_library, load};
 use std::path::Path;

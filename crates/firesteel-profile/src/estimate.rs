@@ -2,7 +2,7 @@ use crate::fit::{Fit, FitSelection, fit};
 use crate::groups::{Group, Grouped};
 use crate::table::require_length;
 use crate::traffic::{
-    Cost, ElementBits, NodeCost, count_graph, largest_working_set, peak_activations,
+    Cost, ElementBits, NodeCost, count_graph, is_head, largest_working_set, peak_activations,
 };
 use crate::{KvElement, PartKind, ProfileError, Provenance, Quantity, Table};
 use firesteel_check::audit::Schematic;
@@ -28,12 +28,6 @@ pub struct StepChoice {
     pub gelu: Gelu,
     /// Graphs that the head is cut into; 0 for a step without final norm and head.
     pub head_shards: usize,
-}
-
-/// Whether an operator of a compiler's plan outside of the layers, of which there is a name alone, belongs to
-/// final norm and head.
-fn of_head(node: &str) -> bool {
-    node.starts_with("head") || node.starts_with("logits")
 }
 
 /// What one kind of part of a step costs.
@@ -241,14 +235,12 @@ impl StepCost {
         let (mut of_kind, mut head, mut rest) = ([0u64; 2], 0u64, 0u64);
         for node in schematics.into_iter().flat_map(|schematic| &schematic.nodes) {
             let bytes = node.traffic.dram_read.saturating_add(node.traffic.dram_write);
-            let number = node.node.strip_prefix("layers.").and_then(|n| n.split_once('.'));
-            let layer = number
-                .and_then(|(number, _)| number.parse::<usize>().ok()?.checked_sub(first_layer))
-                .and_then(|layer| kinds.get(layer));
+            let layer = node.tag.and_then(|tag| tag.layer?.checked_sub(first_layer));
+            let layer = layer.and_then(|layer| kinds.get(layer));
             let sum = match layer {
                 Some(LayerKind::Sliding) => &mut of_kind[0],
                 Some(LayerKind::Full) => &mut of_kind[1],
-                None if of_head(&node.node) => &mut head,
+                None if node.tag.is_some_and(|tag| is_head(tag.part)) => &mut head,
                 None => &mut rest,
             };
             *sum = sum.saturating_add(bytes);

@@ -1,6 +1,6 @@
 use crate::{OperatorTimes, Provenance, Quantity};
-use firesteel_check::audit::Schematic;
-use firesteel_graph::{Node, Op, Part};
+use firesteel_check::audit::{NodeTraffic, Schematic};
+use firesteel_graph::{Node, Part, Tag};
 use serde::Serialize;
 use std::fmt;
 
@@ -71,11 +71,17 @@ impl Group {
 
     /// The group of a node of a graph.
     pub fn of_node(node: &Node) -> Self {
-        if CONVERSIONS.contains(&normalized(node.op.name()).as_str()) {
+        Self::of_tag(node.tag, node.op.name())
+    }
+
+    /// The group of an operator that is there for `tag`.
+    pub fn of_tag(tag: Option<Tag>, operator: &str) -> Self {
+        let operator = normalized(operator);
+        if CONVERSIONS.contains(&operator.as_str()) {
             return Self::Conversions;
         }
-        let moves = matches!(node.op, Op::Concat { .. } | Op::Slice { .. });
-        match node.tag.map(|tag| tag.part) {
+        let moves = MOVES.contains(&operator.as_str());
+        match tag.map(|tag| tag.part) {
             None => Self::Other,
             Some(Part::Border) => Self::GraphInputOutput,
             Some(Part::AttentionNorm | Part::HeadNorm | Part::MlpNorm | Part::FinalNorm) => {
@@ -103,6 +109,11 @@ impl Group {
         }
     }
 
+    /// The group of a node of a compiler's plan.
+    fn of_traffic(node: &NodeTraffic) -> Self {
+        Self::of_tag(node.tag, node.operator.as_deref().unwrap_or_default())
+    }
+
     /// The group of an operator in another tool's report, which has names alone: that of one of our nodes,
     /// however the tool has spelled its
     /// punctuation and whatever it has added behind. `operator` is the operator's type where the
@@ -118,8 +129,7 @@ impl Group {
         }
         // Parts of a sharded head put their own name before the node's.
         let own = numbered(&name, "layers_").or_else(|| numbered(&name, "head_")).unwrap_or(&name);
-        let moves =
-            |name: &str| ["concat", "slice", "stridedslice"].iter().any(|op| has_word(name, op));
+        let moves = |name: &str| MOVES.iter().any(|op| has_word(name, op));
         for entry in ["k_new_", "v_new_"] {
             if let Some(rest) = numbered_end(own, entry) {
                 let moved = moves(rest) || moves(&kind);
@@ -142,6 +152,9 @@ impl fmt::Display for Group {
 /// Types of operators that change the element type, normalized.
 const CONVERSIONS: [&str; 6] =
     ["quantizelinear", "dequantizelinear", "quantize", "dequantize", "convert", "cast"];
+
+/// Types of operators that join and cut, normalized.
+const MOVES: [&str; 3] = ["concat", "slice", "stridedslice"];
 
 /// Beginnings of normalized names within a layer or outside of all, longer ones first.
 const PREFIXES: [(&str, Group); 37] = [
@@ -251,7 +264,7 @@ impl Grouped {
     pub fn of_memory_traffic(schematic: &Schematic, source: String) -> Self {
         let nodes = schematic.nodes.iter().map(|node| {
             let bytes = node.traffic.dram_read.saturating_add(node.traffic.dram_write);
-            (Group::of(&node.node, None), bytes as f64)
+            (Group::of_traffic(node), bytes as f64)
         });
         Self::from_amounts(Quantity::Bytes, Provenance::Compiled, source, nodes)
     }
@@ -260,7 +273,7 @@ impl Grouped {
     pub fn of_vtcm_traffic(schematic: &Schematic, source: String) -> Self {
         let nodes = schematic.nodes.iter().map(|node| {
             let bytes = node.traffic.vtcm_read.saturating_add(node.traffic.vtcm_write);
-            (Group::of(&node.node, None), bytes as f64)
+            (Group::of_traffic(node), bytes as f64)
         });
         Self::from_amounts(Quantity::Bytes, Provenance::Compiled, source, nodes)
     }

@@ -131,8 +131,13 @@ pub struct NodeCost {
 impl NodeCost {
     /// Whether it belongs to the last norm and the vocabulary projection.
     pub(crate) fn is_head(&self) -> bool {
-        matches!(self.part, Some(Part::LastToken | Part::FinalNorm | Part::Vocabulary))
+        self.part.is_some_and(is_head)
     }
+}
+
+/// Whether a part belongs to the last norm and the vocabulary projection.
+pub(crate) fn is_head(part: Part) -> bool {
+    matches!(part, Part::LastToken | Part::FinalNorm | Part::Vocabulary)
 }
 
 /// The cost of every node of a graph that computes or moves something, in order of execution.

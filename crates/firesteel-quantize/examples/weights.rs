@@ -15,10 +15,11 @@ use firesteel_checkpoint::{Checkpoint, preset};
 use firesteel_quantize::weights::{
     Budget, ModelOptions, WeightBits, Widths, equalized, quantize_model,
 };
+use firesteel_testing::{Numbers, golden_path};
 use std::sync::Arc;
 use support::{
-    decibels, fidelity, golden_tokens, layer_decibels, outliers, path, plainly_rounded,
-    random_tokens, sequences, spark_tiny, tokens,
+    decibels, fidelity, golden_tokens, layer_decibels, outliers, plainly_rounded, sequences,
+    spark_tiny, tokens,
 };
 
 fn figures(report: &TextReport) -> String {
@@ -48,7 +49,7 @@ fn main() {
     row("plain, head of 8 bits", "", &plainly_rounded(&model, four, eight));
     row("plain", "8.114", &plainly_rounded(&model, eight, eight));
     for name in ["q4_0", "q4_k_m"] {
-        let file = path(&format!("tests/golden/llamacpp/spark-tiny-{name}.gguf"));
+        let file = golden_path(&format!("llamacpp/spark-tiny-{name}.gguf"));
         row(&format!("llama.cpp's {name} on our kernels"), "", &Checkpoint::open(&file).unwrap());
     }
     row("equalized floats", "32", &equalized(&model).unwrap());
@@ -80,7 +81,7 @@ fn main() {
 /// A layer of the 1.7B shape.
 fn layer() {
     let model = outliers(&preset("spark-x2.5-1.7b").unwrap());
-    let test = random_tokens(512, 2);
+    let test = Numbers::new(2).ids(512, 2048);
     let plain = plainly_rounded(&model, WeightBits::Four, WeightBits::Four);
     println!("layer of 1.7B, output − input");
     println!("{:34} {:7.2} dB", "plain", layer_decibels(&model, &plain, &test));
@@ -88,7 +89,7 @@ fn layer() {
         ModelOptions { widths: Widths::Same(WeightBits::Four), measured: &[], follow: false };
     let quantized = quantize_model(
         &Arc::new(equalized(&model).unwrap()),
-        &sequences(&random_tokens(4096, 1)),
+        &sequences(&Numbers::new(1).ids(4096, 2048)),
         &options,
         &mut |_| {},
     )

@@ -107,9 +107,9 @@
 //! ([`Calibration::effects`](firesteel_engine::Calibration::effects)).
 
 mod calibrate;
-mod climb;
 mod compare;
 pub mod gguf;
+mod greedy;
 mod names;
 mod observe;
 pub mod pipeline;
@@ -122,8 +122,8 @@ pub use calibrate::{Calibrator, MakeStep};
 pub use compare::{Compared, Pair, compare};
 pub use observe::{Method, Observer};
 pub use plan::{
-    Activations, KvFormat, MatrixName, MatrixPlan, Rounding, Scheme, SchemeOptions, WeightWidth,
-    plan,
+    Activations, KvFormat, MatrixName, MatrixPlan, Rounding, Scheme, SchemeOptions, ValueFormats,
+    WeightWidth, plan,
 };
 pub use ranges::{ChannelPeak, RANGES_VERSION, Ranges, TensorRange, TextHash};
 pub use rewrite::{Quantized, RangeSource, quantize, stored_matrices};

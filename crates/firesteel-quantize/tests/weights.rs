@@ -11,10 +11,10 @@ use firesteel_quantize::weights::{
     Budget, LayerOptions, ModelOptions, QuantizedMatrix, WeightBits, WeightError, Widths,
     equalized, quantize_model, round_layers,
 };
+use firesteel_testing::Numbers;
 use std::sync::{Arc, LazyLock};
 use support::{
-    decibels, fidelity, layer_decibels, outliers, plainly_rounded, random_tokens, sequences,
-    spark_tiny, tokens,
+    decibels, fidelity, layer_decibels, outliers, plainly_rounded, sequences, spark_tiny, tokens,
 };
 
 static MODEL: LazyLock<Checkpoint> = LazyLock::new(spark_tiny);
@@ -105,12 +105,12 @@ fn massive_channels_do_no_more_harm_than_others() {
     let options = options(Widths::Same(WeightBits::Four));
     let quantized = quantize_model(
         &Arc::new(equalized(&model).unwrap()),
-        &sequences(&random_tokens(2048, 1)),
+        &sequences(&Numbers::new(1).ids(2048, 2048)),
         &options,
         &mut |_| {},
     )
     .unwrap();
-    let ids = random_tokens(512, 2);
+    let ids = Numbers::new(2).ids(512, 2048);
     let plain = layer_decibels(&model, &plain, &ids);
     let four = layer_decibels(&model, &quantized.widened().unwrap(), &ids);
     assert!(four >= plain + 5.0, "{plain:.2} dB, {four:.2} dB");

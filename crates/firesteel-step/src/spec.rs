@@ -123,6 +123,29 @@ pub struct StepOptions {
     pub dtype: DType,
 }
 
+impl StepOptions {
+    /// A step of one token through all layers to the logits of that token, in f32, with `context`
+    /// entries in the cache of a full layer and the default layout.
+    ///
+    /// ```
+    /// # use firesteel_step::{CacheLayoutChoice, StepOptions};
+    /// # let config = firesteel_checkpoint::preset("spark-x2.5-1.7b").unwrap();
+    /// let ring =
+    ///     StepOptions { cache_layout: CacheLayoutChoice::Ring, ..StepOptions::decode(&config, 4096) };
+    /// # assert_eq!((ring.tokens, ring.layers), (1, 0..config.num_layers()));
+    /// ```
+    pub fn decode(config: &ModelConfig, context: usize) -> Self {
+        Self {
+            tokens: 1,
+            context,
+            layers: 0..config.num_layers(),
+            cache_layout: CacheLayoutChoice::default(),
+            logits: Logits::Last,
+            dtype: DType::F32,
+        }
+    }
+}
+
 /// The contract of one step: geometry, and every input and output in order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepSpec {

@@ -5,10 +5,9 @@
 
 use firesteel_checkpoint::{Family, LayerKind, ModelConfig, Rope};
 use firesteel_step::{
-    CacheLayoutChoice, KvState, Logits, Role, StepError, StepOptions, StepOutputs, StepSpec,
-    kv_bytes,
+    CacheLayoutChoice, KvState, Role, StepError, StepOptions, StepOutputs, StepSpec, kv_bytes,
 };
-use firesteel_tensor::{DType, Tensor, TensorView};
+use firesteel_tensor::{Tensor, TensorView};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -40,15 +39,10 @@ fn config(window: usize) -> ModelConfig {
 }
 
 fn spec(window: usize, context: usize, tokens: usize, layout: CacheLayoutChoice) -> StepSpec {
-    let options = StepOptions {
-        tokens,
-        context,
-        layers: 0..2,
-        cache_layout: layout,
-        logits: Logits::Last,
-        dtype: DType::F32,
-    };
-    StepSpec::new(&config(window), &options).unwrap()
+    let config = config(window);
+    let options =
+        StepOptions { tokens, cache_layout: layout, ..StepOptions::decode(&config, context) };
+    StepSpec::new(&config, &options).unwrap()
 }
 
 /// Entries `[1, KV, n, D]` that bear `value(i)` everywhere, plus 0.5 in the second head.
@@ -178,15 +172,13 @@ proptest! {
         state.seed(&history).unwrap();
         for tokens in chunks {
             if tokens > context {
+                let config = config(window);
                 let options = StepOptions {
                     tokens,
-                    context,
-                    layers: 0..2,
                     cache_layout: layout,
-                    logits: Logits::Last,
-                    dtype: DType::F32,
+                    ..StepOptions::decode(&config, context)
                 };
-                prop_assert!(StepSpec::new(&config(window), &options).is_err());
+                prop_assert!(StepSpec::new(&config, &options).is_err());
                 continue;
             }
             let step = spec(window, context, tokens, layout);

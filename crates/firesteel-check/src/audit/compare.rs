@@ -204,7 +204,7 @@ pub fn audit(
         qnn_ops: dump.op_counts(),
         weights: weights(dump),
         moved,
-        schematic,
+        schematic: schematic.map(|schematic| schematic.tagged(meant, dump)),
         findings: findings.into_iter().collect(),
     }
 }

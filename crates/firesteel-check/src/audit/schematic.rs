@@ -1,4 +1,5 @@
-use super::AuditError;
+use super::{AuditError, Dump};
+use firesteel_graph::{Graph, Node, Part, Tag};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
@@ -37,6 +38,13 @@ impl Traffic {
 pub struct NodeTraffic {
     /// Name of the node; `(border)` for what belongs to the graph's inputs and outputs.
     pub node: String,
+    /// What it is there for; of an operator that the provider put in, what makes its input. `None`
+    /// where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tag: Option<Tag>,
+    /// The operator, as the graph has it, or as QNN has it where the provider put it in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operator: Option<String>,
     /// What its operators move.
     #[serde(flatten)]
     pub traffic: Traffic,
@@ -150,8 +158,33 @@ impl Schematic {
             let name = names.get(&id).map_or(BORDER, String::as_str);
             by_name.entry(name.to_owned()).or_default().add(moved);
         }
-        let nodes = by_name.into_iter().map(|(node, traffic)| NodeTraffic { node, traffic });
+        let nodes = by_name.into_iter().map(|(node, traffic)| NodeTraffic {
+            node,
+            tag: None,
+            operator: None,
+            traffic,
+        });
         Ok(Self { total, nodes: nodes.collect(), vtcm_bytes, memory_values_bytes })
+    }
+
+    /// Says of each node what it is there for in `graph`, of which QNN was given `dump`.
+    pub(super) fn tagged(mut self, graph: &Graph, dump: &Dump) -> Self {
+        let known: HashMap<&str, &Node> =
+            graph.nodes().iter().map(|node| (node.name.as_str(), node)).collect();
+        for node in &mut self.nodes {
+            if let Some(meant) = known.get(node.node.as_str()) {
+                node.tag = meant.tag;
+                node.operator = Some(meant.op.name().to_owned());
+            } else if let Some(op) = dump.nodes.get(&node.node) {
+                let mut values = op.inputs.iter().chain(&op.outputs);
+                let made = |name: &String| graph.producer(graph.find(name)?)?.tag;
+                node.tag = values.find_map(made);
+                node.operator = Some(op.kind.clone());
+            } else if node.node == BORDER {
+                node.tag = Some(Tag { layer: None, part: Part::Border });
+            }
+        }
+        self
     }
 }
 

@@ -7,10 +7,10 @@ use crate::{EngineError, embedding, fit};
 use firesteel_checkpoint::{LayerKind, ModelConfig};
 use firesteel_kernels::Segment;
 use firesteel_step::{
-    CacheLayoutChoice, Decoder, Logits, MARKS, RunnerError, StepError, StepOptions, StepSpec,
-    Wanted, rope_tables,
+    CacheLayoutChoice, Decoder, MARKS, RunnerError, StepError, StepOptions, StepSpec, Wanted,
+    rope_tables,
 };
-use firesteel_tensor::{Buffer, DType};
+use firesteel_tensor::Buffer;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
@@ -235,17 +235,11 @@ impl CpuSequence {
         let SequenceOptions { context, kv } = options;
         kv.check(config)?;
         // The contract's limits for the context, and what the layers hold.
-        let spec = StepSpec::new(
-            config,
-            &StepOptions {
-                tokens: 1,
-                context,
-                layers: 0..config.num_layers(),
-                cache_layout: CacheLayoutChoice::Ring,
-                logits: Logits::Last,
-                dtype: DType::F32,
-            },
-        )?;
+        let options = StepOptions {
+            cache_layout: CacheLayoutChoice::Ring,
+            ..StepOptions::decode(config, context)
+        };
+        let spec = StepSpec::new(config, &options)?;
         let geometry = Geometry::new(config, kv);
         let slots = ring_slots(spec.sliding_window, context, CHUNK);
         let layers = spec.layers.iter().map(|layer| {

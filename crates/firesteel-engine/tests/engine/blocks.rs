@@ -6,6 +6,7 @@ use firesteel_engine::{CpuModel, KvFormat, SequenceOptions};
 use firesteel_quantize::gguf::{GgufOptions, quantize_gguf};
 use firesteel_step::{Decoder, Wanted};
 use firesteel_tensor::DType;
+use firesteel_testing::Numbers;
 use half::f16;
 use std::collections::HashMap;
 use std::path::Path;
@@ -100,11 +101,8 @@ fn with_blocks(path: &Path, foreign: &Foreign, part: &str, scale: f32) -> Arc<Ch
     let tiny = rewritten(&spark_tiny(), path, &|_| None);
     let file = tiny.files()[0].bytes.clone();
     let mut bytes = file.to_vec();
-    let mut state = 1u32;
-    let mut random = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 24) as u8
-    };
+    let mut numbers = Numbers::new(1);
+    let mut random = || numbers.below(256) as u8;
     for (index, layer) in tiny.layers().iter().enumerate() {
         let weight = if part == "attn_qkv" {
             layer.weight(Slot::QueryKeyValue).unwrap()

@@ -1,11 +1,12 @@
 //! The CPU's kernels against the reference engine.
 
-use crate::support::{Golden, advance, checkpoint, options, snr, spark_tiny, values, widened};
+use crate::support::{checkpoint, golden, options, spark_tiny};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, CpuModel, CpuOptions, EngineError, EngineRunner};
 use firesteel_kernels::Isa;
 use firesteel_step::{CacheLayoutChoice, KvState, Role, Runner, StepInputs, StepOptions, StepSpec};
 use firesteel_tensor::{DType, Tensor};
+use firesteel_testing::{advance, snr, values, widened};
 use std::sync::Arc;
 
 /// Logits of `ids` in the given chunks.
@@ -40,7 +41,7 @@ fn logits(
 fn kernels_compute_what_the_reference_engine_computes() {
     let tiny = spark_tiny();
     let long: Vec<u32> = (0..150).map(|i| 14 + (i * 37) % 1900).collect();
-    let short = Golden::open("sequence.safetensors").ids("input_ids");
+    let short = golden("sequence.safetensors").ids("input_ids");
     let cases = [
         (tiny, long, &[&[1][..], &[70, 64, 3]][..]),
         (checkpoint("mini"), short.clone(), &[&[1], &[5, 12, 3]]),
@@ -72,7 +73,7 @@ fn kernels_compute_what_the_reference_engine_computes() {
 #[test]
 fn threads_do_not_change_a_byte() {
     let checkpoint = checkpoint("mini");
-    let ids = Golden::open("sequence.safetensors").ids("input_ids");
+    let ids = golden("sequence.safetensors").ids("input_ids");
     let run = |threads| {
         let model = CpuModel::new(checkpoint.clone(), Some(threads)).unwrap();
         let cpu = |spec| Box::new(model.runner(spec).unwrap()) as Box<dyn Runner>;

@@ -1,6 +1,6 @@
 //! Sequences with caches of their own.
 
-use crate::support::{advance, checkpoint, golden_gguf, options, snr, spark_tiny, values, widened};
+use crate::support::{checkpoint, golden_gguf, options, spark_tiny};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{
     BatchEntry, CheckpointEmbedding, CpuBatch, CpuModel, CpuOptions, CpuSequence, EngineError,
@@ -11,6 +11,7 @@ use firesteel_step::{
     BatchDecoder, BatchPart, CacheLayoutChoice, Decoder, KvState, MARKS, Role, Runner, RunnerError,
     StepError, StepSpec, Wanted,
 };
+use firesteel_testing::{advance, snr, values, widened};
 use std::sync::Arc;
 
 fn model(checkpoint: &Arc<Checkpoint>, isa: Isa, threads: usize) -> Arc<CpuModel> {

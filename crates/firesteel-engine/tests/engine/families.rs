@@ -1,21 +1,21 @@
 //! Other families than the one of the remaining tests, against float64 forwards of their definition.
 
-use crate::support::{Golden, advance, all_bytes, options, snr, values};
+use crate::support::{all_bytes, options};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, CpuModel, EngineRunner, KvFormat, SequenceOptions};
 use firesteel_step::{CacheLayoutChoice, Decoder, KvState, Role, Runner, StepSpec, Wanted};
+use firesteel_testing::{Golden, advance, golden_path, snr, values};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/qwen3");
 const MODELS: [&str; 2] = ["tied", "untied"];
 const CHUNKS: [&[usize]; 4] = [&[1], &[5, 12, 3], &[48], &[7, 8, 9, 1]];
 /// Tokens before the greedy ones.
 const PROMPT: usize = 16;
 
 fn model(name: &str) -> (Arc<Checkpoint>, Golden) {
-    let checkpoint = Checkpoint::open(format!("{FOLDER}/{name}").as_ref()).unwrap();
-    (Arc::new(checkpoint), Golden::open(&format!("{FOLDER}/{name}.safetensors")))
+    let checkpoint = Checkpoint::open(&golden_path("qwen3").join(name)).unwrap();
+    (Arc::new(checkpoint), Golden::open(&golden_path(&format!("qwen3/{name}.safetensors"))))
 }
 
 /// Runs `ids` in chunks of the given sizes, again and again from the first; shows `see` the outputs.

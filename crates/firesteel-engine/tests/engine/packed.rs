@@ -1,11 +1,12 @@
 //! Weights in the kernels' layout, kept in files.
 
-use crate::support::{FOLDER, checkpoint, golden_gguf, spark_tiny};
+use crate::support::{checkpoint, golden_gguf, spark_tiny};
 use firesteel_checkpoint::{Checkpoint, Slot, WriteOptions, write_checkpoint};
 use firesteel_engine::{
     CpuModel, CpuOptions, KvFormat, PackedCache, PackedWeights, SequenceOptions,
 };
 use firesteel_step::{Decoder, Wanted};
+use firesteel_testing::golden_path;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -48,7 +49,7 @@ fn weights_are_packed_once_and_give_the_same_numbers() {
         }
         // A copy of the model has the same weights; another model has its own.
         let copy = folder.path().join("copy.gguf");
-        let path = Path::new(FOLDER).join(format!("../llamacpp/spark-tiny-{format}.gguf"));
+        let path = golden_path(&format!("llamacpp/spark-tiny-{format}.gguf"));
         std::fs::copy(&path, &copy).unwrap();
         let model = load(&Arc::new(Checkpoint::open(&copy).unwrap()), cache.clone());
         assert_eq!(model.packed_weights(), PackedWeights::Found);
@@ -141,7 +142,7 @@ fn a_file_that_does_not_fit_is_written_anew() {
     assert_eq!(load(&checkpoint, cache.clone()).packed_weights(), PackedWeights::Written);
     let [file] = &files(folder.path(), "packed")[..] else { panic!("one file") };
     let good = std::fs::read(file).unwrap();
-    let other = std::fs::read(Path::new(FOLDER).join("../llamacpp/spark-tiny-q8_0.gguf")).unwrap();
+    let other = std::fs::read(golden_path("llamacpp/spark-tiny-q8_0.gguf")).unwrap();
     type Change<'a> = &'a dyn Fn(&mut Vec<u8>);
     let changes: [(&str, Change<'_>); 9] = [
         ("empty", &|bytes| bytes.clear()),

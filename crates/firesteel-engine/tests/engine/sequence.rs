@@ -1,7 +1,8 @@
-use crate::support::{Golden, advance, all_bytes, checkpoint, options, snr, values};
+use crate::support::{all_bytes, checkpoint, golden, options};
 use firesteel_checkpoint::Checkpoint;
 use firesteel_engine::{CheckpointEmbedding, EngineRunner};
 use firesteel_step::{CacheLayoutChoice, KvState, Role, Runner, StepSpec};
+use firesteel_testing::{advance, snr, values};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -70,7 +71,7 @@ fn top_20_difference(reference: &[f64], test: &[f32], vocabulary: usize) -> f64 
 
 #[test]
 fn sequences_match_the_float64_forward_in_any_chunks_and_layout() {
-    let golden = Golden::open("sequence.safetensors");
+    let golden = golden("sequence.safetensors");
     let ids = golden.ids("input_ids");
     let models = [
         ("mini", "logits_f64"),
@@ -96,7 +97,7 @@ fn sequences_match_the_float64_forward_in_any_chunks_and_layout() {
 
 #[test]
 fn f16_weights_are_close_to_the_f32_ones_they_were_rounded_from() {
-    let golden = Golden::open("sequence.safetensors");
+    let golden = golden("sequence.safetensors");
     let ids = golden.ids("input_ids");
     let test = logits(&checkpoint("mini-f16"), &ids, CacheLayoutChoice::Auto, &[1]);
     let db = snr(&golden.f64("logits_f64"), &test);
@@ -105,7 +106,7 @@ fn f16_weights_are_close_to_the_f32_ones_they_were_rounded_from() {
 
 #[test]
 fn greedy_tokens_are_those_of_the_float64_forward() {
-    let golden = Golden::open("sequence.safetensors");
+    let golden = golden("sequence.safetensors");
     let prompt = &golden.ids("input_ids")[..10];
     let expected = golden.ids("greedy_from_first_10");
     let checkpoint = checkpoint("mini");

@@ -1,9 +1,9 @@
-use crate::support::{FOLDER, Golden, STEPS_F64, checkpoint, snr, values, widened};
+use crate::support::{STEPS_F64, checkpoint, golden, vectors};
 use firesteel_engine::{Engine, EngineOptions, Gelu};
 use firesteel_step::{CacheLayoutChoice, Logits, Role, Runner, StepInputs, StepOptions, StepSpec};
 use firesteel_tensor::{DType, Tensor};
+use firesteel_testing::{snr, values, widened};
 use serde_json::Value;
-use std::path::Path;
 
 /// A case of cases.json: a name, the step and the activation.
 struct Case {
@@ -13,7 +13,7 @@ struct Case {
 }
 
 fn cases() -> Vec<Case> {
-    let text = std::fs::read(Path::new(FOLDER).join("cases.json")).unwrap();
+    let text = std::fs::read(vectors("cases.json")).unwrap();
     let json: Value = serde_json::from_slice(&text).unwrap();
     let number = |value: &Value| usize::try_from(value.as_u64().unwrap()).unwrap();
     let case = |case: &Value| Case {
@@ -43,7 +43,7 @@ fn cases() -> Vec<Case> {
 
 /// Runs `case` with tensors of `dtype` and hands over the name and values of each output.
 fn run(engine: &Engine, case: &Case, dtype: DType, mut see: impl FnMut(&str, Vec<f32>)) {
-    let golden = Golden::open(&format!("step_{}.safetensors", case.name));
+    let golden = golden(&format!("step_{}.safetensors", case.name));
     let config = engine.checkpoint().config();
     let spec = StepSpec::new(config, &StepOptions { dtype, ..case.options.clone() }).unwrap();
     let mut runner = engine.runner(spec.clone()).unwrap();
@@ -82,7 +82,7 @@ fn check_all(dtype: DType, bar: f64, reference: impl Fn(&str, &str) -> Vec<f64>)
 
 #[test]
 fn every_golden_step_is_exact_to_f32_rounding() {
-    let exact = Golden::open(STEPS_F64);
+    let exact = golden(STEPS_F64);
     check_all(DType::F32, 130.0, |case, output| exact.f64(&format!("{case}.{output}")));
 }
 
@@ -92,20 +92,20 @@ fn every_golden_step_is_exact_to_f32_rounding() {
 #[test]
 fn every_golden_step_matches_the_reference_exporter_up_to_its_rounding() {
     check_all(DType::F32, 114.0, |case, output| {
-        let golden = Golden::open(&format!("step_{case}.safetensors"));
+        let golden = golden(&format!("step_{case}.safetensors"));
         widened(&golden.f32(&format!("out.{output}")))
     });
 }
 
 #[test]
 fn half_precision_tensors_cost_only_their_rounding() {
-    let exact = Golden::open(STEPS_F64);
+    let exact = golden(STEPS_F64);
     check_all(DType::F16, 55.0, |case, output| exact.f64(&format!("{case}.{output}")));
 }
 
 #[test]
 fn forms_of_the_activation_are_told_apart() {
-    let exact = Golden::open(STEPS_F64);
+    let exact = golden(STEPS_F64);
     let checkpoint = checkpoint("mini");
     let cases = cases();
     let case = cases.iter().find(|case| case.name == "auto_c20").unwrap();
@@ -126,7 +126,7 @@ fn layer_outputs_are_the_inputs_of_the_next_slice() {
     let engine = Engine::new(checkpoint, EngineOptions::default());
     let cases = cases();
     let case = cases.iter().find(|case| case.name == "nohead_c20").unwrap();
-    let golden = Golden::open("step_nohead_c20.safetensors");
+    let golden = golden("step_nohead_c20.safetensors");
     let config = engine.checkpoint().config();
     let tensors = |spec: &StepSpec, first: usize, x: Option<Tensor>| -> Vec<Tensor> {
         let of_input = |input: &firesteel_step::TensorSpec| {

@@ -1,12 +1,13 @@
 use std::ops::Range;
 
 use firesteel_kernels::{
-    Attention, AttentionShape, Isa, KvBlock, KvRows, Pool, Positions, Segment, attention,
-    dequantize_kv, quantize_kv,
+    Attention, AttentionShape, Isa, KvBlock, KvRows, Positions, Segment, attention, dequantize_kv,
+    quantize_kv,
 };
+use firesteel_testing::Numbers;
 use half::f16;
 
-use crate::support::{Random, bits, difference};
+use crate::support::{bits, difference, pool};
 
 /// A segment whose keys and values are kept in one of the cache types.
 struct Cache {
@@ -29,7 +30,7 @@ enum Kind {
 
 impl Cache {
     fn new(kind: Kind, shape: AttentionShape, entries: usize, capacity: usize, seed: u64) -> Self {
-        let mut random = Random::new(seed);
+        let mut random = Numbers::new(seed);
         let count = shape.kv_heads * capacity * shape.head_dim;
         let mut sides = [random.units(count), random.units(count)];
         let (mut half, mut blocks) = ([vec![], vec![]], [vec![], vec![]]);
@@ -110,7 +111,7 @@ fn reference(
 
 fn run(isa: Isa, threads: usize, arguments: &Attention<'_>) -> Vec<f32> {
     let mut out = vec![f32::NAN; arguments.queries.len()];
-    attention(isa, &Pool::new(threads).unwrap(), arguments, &mut out).unwrap();
+    attention(isa, pool(threads), arguments, &mut out).unwrap();
     out
 }
 
@@ -140,7 +141,7 @@ fn agrees_with_the_definition() {
                     let visible: Vec<Range<usize>> = (0..queries)
                         .map(|t| (entries + t).saturating_sub(300)..entries + t + 1)
                         .collect();
-                    let q: Vec<f32> = Random::new(3)
+                    let q: Vec<f32> = Numbers::new(3)
                         .units(queries * heads * head_dim)
                         .iter()
                         .map(|v| v * 4.0)
@@ -203,7 +204,7 @@ fn large_scores_and_unseen_entries() {
     let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 16, queries: 2 };
     let mut cache = Cache::new(Kind::F32, shape, 700, 700, 5);
     cache.keys.iter_mut().for_each(|k| *k *= 1e18);
-    let q: Vec<f32> = Random::new(6).units(64).iter().map(|v| v * 1e18).collect();
+    let q: Vec<f32> = Numbers::new(6).units(64).iter().map(|v| v * 1e18).collect();
     let (segments, visible) = ([cache.segment(Kind::F32)], [0..700, 0..0]);
     let arguments =
         Attention { shape, scale: 0.25, queries: &q, segments: &segments, visible: &visible };
@@ -240,18 +241,18 @@ fn wrong_arguments_are_refused() {
         Segment { keys: KvRows::Q8(&blocks), ..good },
     ];
     let isa = Isa::detect().unwrap();
-    let pool = Pool::new(1).unwrap();
+    let pool = pool(1);
     let visible = std::slice::from_ref(&(0..9));
     let arguments = Attention { shape, scale: 1.0, queries: &q, segments: &[good], visible };
-    attention(isa, &pool, &arguments, &mut [0.0; 8]).unwrap();
-    assert!(attention(isa, &pool, &arguments, &mut [0.0; 7]).is_err());
+    attention(isa, pool, &arguments, &mut [0.0; 8]).unwrap();
+    assert!(attention(isa, pool, &arguments, &mut [0.0; 7]).is_err());
     for shape in shapes {
         let arguments = Attention { shape, ..arguments };
-        assert!(attention(isa, &pool, &arguments, &mut [0.0; 8]).is_err(), "{shape:?}");
+        assert!(attention(isa, pool, &arguments, &mut [0.0; 8]).is_err(), "{shape:?}");
     }
     for segment in segments {
         let segments = [segment];
         let arguments = Attention { segments: &segments, ..arguments };
-        assert!(attention(isa, &pool, &arguments, &mut [0.0; 8]).is_err(), "{segment:?}");
+        assert!(attention(isa, pool, &arguments, &mut [0.0; 8]).is_err(), "{segment:?}");
     }
 }

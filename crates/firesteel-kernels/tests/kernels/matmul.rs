@@ -1,8 +1,7 @@
-use firesteel_kernels::{
-    Format, Isa, KernelError, Pool, Product, QuantizedRows, matmul, matmul_group,
-};
+use firesteel_kernels::{Format, Isa, KernelError, Product, QuantizedRows, matmul, matmul_group};
+use firesteel_testing::Numbers;
 
-use crate::support::{Random, Weights, bits, difference, row_major, scale_offsets};
+use crate::support::{Weights, bits, difference, pool, row_major, scale_offsets};
 
 /// The product in f64 of the dequantized weights with x.
 fn reference(weights: &Weights, x: &[f32]) -> Vec<f64> {
@@ -32,9 +31,9 @@ fn as_quantized(x: &[f32]) -> Vec<f32> {
 }
 
 fn run(isa: Isa, threads: usize, weights: &Weights, x: &[f32], m: usize) -> Vec<f32> {
-    let pool = Pool::new(threads).unwrap();
+    let pool = pool(threads);
     let mut out = vec![f32::NAN; m * weights.view().rows()];
-    matmul(isa, &pool, weights.view(), x, &mut out).unwrap();
+    matmul(isa, pool, weights.view(), x, &mut out).unwrap();
     out
 }
 
@@ -55,7 +54,7 @@ fn products_are_right_for_all_sizes() {
                     if n * k * m > 2_000_000 {
                         continue;
                     }
-                    let x = Random::new(9).units(m * k);
+                    let x = Numbers::new(9).units(m * k);
                     let expected = if format.is_quantized() {
                         reference(&weights, &as_quantized(&x))
                     } else {
@@ -80,7 +79,7 @@ fn long_rows_keep_their_precision() {
     for format in Format::ALL {
         let (n, k) = (9, 1 << 16);
         let weights = Weights::new(format, n, k, &row_major(format, n, k, 6));
-        let x = Random::new(10).units(k);
+        let x = Numbers::new(10).units(k);
         let stands_for = if format.is_quantized() { as_quantized(&x) } else { x.clone() };
         let expected = reference(&weights, &stands_for);
         for isa in Isa::available() {
@@ -95,7 +94,7 @@ fn quantized_products_are_the_same_bytes_everywhere() {
     for format in [Format::Q8, Format::Q4, Format::Q4K, Format::Q6K] {
         let (n, k, m) = (43, 1024, 130);
         let weights = Weights::new(format, n, k, &row_major(format, n, k, 7));
-        let x = Random::new(11).units(m * k);
+        let x = Numbers::new(11).units(m * k);
         let expected = bits(&run(Isa::available()[0], 1, &weights, &x, m));
         for isa in Isa::available() {
             for threads in [1, 2, 3] {
@@ -111,7 +110,7 @@ fn neither_threads_nor_other_rows_change_a_product() {
     for format in Format::ALL {
         let (n, k, m) = (37, 768, 131);
         let weights = Weights::new(format, n, k, &row_major(format, n, k, 8));
-        let x = Random::new(12).units(m * k);
+        let x = Numbers::new(12).units(m * k);
         for isa in Isa::available() {
             let all = bits(&run(isa, 1, &weights, &x, m));
             for threads in [2, 3] {
@@ -172,7 +171,7 @@ fn activations_that_are_not_finite_show() {
     let (n, k) = (8, 64);
     let weights = Weights::new(Format::Q4, n, k, &row_major(Format::Q4, n, k, 1));
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let mut x = Random::new(2).units(2 * k);
+        let mut x = Numbers::new(2).units(2 * k);
         x[k + 40] = bad;
         for isa in Isa::available() {
             let out = run(isa, 1, &weights, &x, 2);
@@ -190,16 +189,16 @@ fn activations_that_are_not_finite_show() {
 #[test]
 fn groups_give_what_single_products_give() {
     let (k, m) = (256, 5);
-    let x = Random::new(3).units(m * k);
+    let x = Numbers::new(3).units(m * k);
     let weights: Vec<Weights> =
         [(Format::Q4, 40), (Format::F32, 3), (Format::Q8, 9), (Format::BF16, 0)]
             .into_iter()
             .map(|(format, n)| Weights::new(format, n, k, &row_major(format, n, k, 4)))
             .collect();
     for isa in Isa::available() {
-        let pool = Pool::new(2).unwrap();
+        let pool = pool(2);
         let mut quantized = QuantizedRows::new();
-        quantized.quantize(isa, &pool, &x, m, k).unwrap();
+        quantized.quantize(isa, pool, &x, m, k).unwrap();
         let mut outs: Vec<Vec<f32>> =
             weights.iter().map(|w| vec![0.0; m * w.view().rows()]).collect();
         let mut products: Vec<Product<'_>> = weights
@@ -207,7 +206,7 @@ fn groups_give_what_single_products_give() {
             .zip(&mut outs)
             .map(|(weights, out)| Product { weights: weights.view(), out })
             .collect();
-        matmul_group(isa, &pool, &x, &quantized, &mut products).unwrap();
+        matmul_group(isa, pool, &x, &quantized, &mut products).unwrap();
         for (weights, out) in weights.iter().zip(&outs) {
             assert_eq!(bits(out), bits(&run(isa, 1, weights, &x, m)));
         }
@@ -217,18 +216,18 @@ fn groups_give_what_single_products_give() {
 #[test]
 fn wrong_lengths_are_refused() {
     let isa = Isa::detect().unwrap();
-    let pool = Pool::new(1).unwrap();
+    let pool = pool(1);
     for format in [Format::F32, Format::Q4] {
         let weights = Weights::new(format, 8, 64, &row_major(format, 8, 64, 1));
         for (x, out) in [(63, 8), (64, 7), (64, 16), (0, 8)] {
             let error =
-                matmul(isa, &pool, weights.view(), &vec![0.0; x], &mut vec![0.0; out]).unwrap_err();
+                matmul(isa, pool, weights.view(), &vec![0.0; x], &mut vec![0.0; out]).unwrap_err();
             assert!(matches!(error, KernelError::Length { .. }), "{format} {x} {out}");
         }
-        matmul(isa, &pool, weights.view(), &[], &mut []).unwrap();
+        matmul(isa, pool, weights.view(), &[], &mut []).unwrap();
     }
     let mut rows = QuantizedRows::new();
-    assert!(rows.quantize(isa, &pool, &[0.0; 33], 1, 33).is_err());
-    assert!(rows.quantize(isa, &pool, &[0.0; 33], 1, 32).is_err());
-    assert!(rows.quantize(isa, &pool, &[], usize::MAX, 64).is_err());
+    assert!(rows.quantize(isa, pool, &[0.0; 33], 1, 33).is_err());
+    assert!(rows.quantize(isa, pool, &[0.0; 33], 1, 32).is_err());
+    assert!(rows.quantize(isa, pool, &[], usize::MAX, 64).is_err());
 }

@@ -1,6 +1,7 @@
 use firesteel_kernels::{Isa, ops};
+use firesteel_testing::Numbers;
 
-use crate::support::{Random, bits};
+use crate::support::bits;
 
 /// Every 2039th float, both signs, and the neighbourhood of the limits of approximations.
 fn sweep() -> Vec<f32> {
@@ -98,7 +99,7 @@ fn softmax_is_stable() {
         for n in [1, 7, 8, 9, 31, 1000] {
             for offset in [0.0, 3e38, -3e38, 1e4] {
                 let x: Vec<f32> =
-                    Random::new(n as u64).units(n).iter().map(|v| v * 10.0 + offset).collect();
+                    Numbers::new(n as u64).units(n).iter().map(|v| v * 10.0 + offset).collect();
                 let mut out = x.clone();
                 ops::softmax(isa, &mut out, n).unwrap();
                 let max = x.iter().fold(f32::NEG_INFINITY, |a, b| a.max(*b));
@@ -167,7 +168,7 @@ fn every_instruction_set_gives_the_same_bytes() {
 fn rms_norm_follows_its_formula() {
     for n in [1, 7, 8, 9, 2048] {
         for size in [1.0_f32, 1e-20, 1e30] {
-            let mut random = Random::new(4);
+            let mut random = Numbers::new(4);
             let x: Vec<f32> = random.units(3 * n).iter().map(|v| v * size).collect();
             let w = random.units(n);
             let mut out = vec![0.0; 3 * n];

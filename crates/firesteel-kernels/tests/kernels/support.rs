@@ -1,35 +1,20 @@
 //! Inputs and references.
 
-use firesteel_kernels::{Format, MatrixView, pack};
+use firesteel_kernels::{Format, MatrixView, Pool, pack};
+use firesteel_testing::Numbers;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 
-/// A generator of Marsaglia's xorshift kind.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    /// −1 to 1.
-    pub(crate) fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1_u64 << 23) as f32 - 1.0
-    }
-
-    pub(crate) fn units(&mut self, count: usize) -> Vec<f32> {
-        (0..count).map(|_| self.unit()).collect()
-    }
+/// The one pool of so many threads of a whole test, because making one takes longer than most cases do.
+pub(crate) fn pool(threads: usize) -> &'static Pool {
+    static POOLS: Mutex<BTreeMap<usize, &'static Pool>> = Mutex::new(BTreeMap::new());
+    let make = || &*Box::leak(Box::new(Pool::new(threads).unwrap()));
+    POOLS.lock().unwrap().entry(threads).or_insert_with(make)
 }
 
 /// GGUF blocks or floats, with weights of any bits and moderate scales.
 pub(crate) fn row_major(format: Format, rows: usize, columns: usize, seed: u64) -> Vec<u8> {
-    let mut random = Random::new(seed);
+    let mut random = Numbers::new(seed);
     let count = rows * columns;
     match format {
         Format::F32 => random.units(count).iter().flat_map(|v| v.to_le_bytes()).collect(),
@@ -43,7 +28,7 @@ pub(crate) fn row_major(format: Format, rows: usize, columns: usize, seed: u64) 
         }
         _ => {
             let length = format.row_major_bytes(rows, columns).unwrap();
-            let mut bytes: Vec<u8> = (0..length).map(|_| (random.next() >> 56) as u8).collect();
+            let mut bytes = random.bytes(length);
             for block in bytes.chunks_exact_mut(format.block_bytes()) {
                 for at in scale_offsets(format) {
                     let scale = half::f16::from_f32(random.unit() * 0.01);

@@ -326,14 +326,12 @@ mod tests {
     /// Inputs of which a part is `shared` by the columns of a row.
     fn gram(columns: usize, rows: usize, shared: f32) -> Gram {
         let mut gram = Gram::new(columns).unwrap();
-        let value = |i: usize| {
-            let hash = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            let hash = (hash ^ (hash >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            (hash >> 40) as f32 / (1 << 23) as f32 - 1.0
-        };
-        let own = (0..columns * rows).map(value).enumerate();
-        let inputs: Vec<f32> =
-            own.map(|(i, own)| own + shared * value(columns * rows + i / columns)).collect();
+        let values = firesteel_testing::Numbers::new(1).units((columns + 1) * rows);
+        let (own, common) = values.split_at(columns * rows);
+        let own = own.chunks(columns).zip(common);
+        let inputs: Vec<f32> = own
+            .flat_map(|(row, common)| row.iter().map(move |own| own + shared * common))
+            .collect();
         gram.observe(&inputs).unwrap();
         gram
     }

@@ -11,27 +11,21 @@ use firesteel_generate::{AddedTokens, Tokenizer};
 use firesteel_quantize::weights::{WeightBits, round_nearest};
 use firesteel_step::Embedding;
 use firesteel_tensor::DType;
-use safetensors::SafeTensors;
-use std::path::PathBuf;
+use firesteel_testing::{Golden, golden_path, spark_tiny_path};
 use std::sync::Arc;
 
 /// Tokens of a sequence.
 pub(crate) const SEQUENCE: usize = 512;
 
-/// A path in the repository.
-pub(crate) fn path(name: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join(name)
-}
-
 /// The trained model.
 pub(crate) fn spark_tiny() -> Checkpoint {
-    Checkpoint::open(&path("models/spark-tiny")).unwrap()
+    Checkpoint::open(&spark_tiny_path()).unwrap()
 }
 
 /// The first tokens of a text of the trained model.
 pub(crate) fn tokens(file: &str, count: usize) -> Vec<u32> {
-    let tokenizer = Tokenizer::open(&path("models/spark-tiny")).unwrap();
-    let text = std::fs::read_to_string(path("tests/golden/spark-tiny").join(file)).unwrap();
+    let tokenizer = Tokenizer::open(&spark_tiny_path()).unwrap();
+    let text = std::fs::read_to_string(golden_path("spark-tiny").join(file)).unwrap();
     let mut ids = tokenizer.encode(&text, AddedTokens::Parse).unwrap();
     ids.truncate(count);
     ids
@@ -40,10 +34,7 @@ pub(crate) fn tokens(file: &str, count: usize) -> Vec<u32> {
 /// The tokens that llama.cpp has run too.
 #[allow(dead_code, reason = "the example compares with llama.cpp, the tests do not")]
 pub(crate) fn golden_tokens() -> Vec<u32> {
-    let bytes = std::fs::read(path("tests/golden/llamacpp/logits.safetensors")).unwrap();
-    let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    let ids = tensors.tensor("ids").unwrap().data().chunks_exact(4);
-    ids.map(|id| u32::from_le_bytes(id.try_into().unwrap())).collect()
+    Golden::open(&golden_path("llamacpp/logits.safetensors")).ids("ids")
 }
 
 fn sequence(model: &Checkpoint) -> CpuSequence {
@@ -93,16 +84,6 @@ pub(crate) fn outliers(config: &ModelConfig) -> Checkpoint {
     config.vocab_size = config.vocab_size.min(2048);
     let weights = RandomWeights { dtype: DType::F32, seed: 1, outliers: true };
     Checkpoint::random(config, weights)
-}
-
-/// Ids without meaning below 2048; equal seeds make equal ids.
-pub(crate) fn random_tokens(count: usize, seed: u64) -> Vec<u32> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (state >> 53) as u32
-    };
-    (0..count).map(|_| next()).collect()
 }
 
 /// What the first layer adds to the residual stream over `ids`: signal to noise of `test` in dB.

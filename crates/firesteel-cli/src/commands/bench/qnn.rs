@@ -7,16 +7,19 @@ use clap::Args;
 use firesteel_artifact::{
     Artifact, Draft, ExportRequest, Quantization, Write, export, write_artifact,
 };
-use firesteel_check::audit::{Audit, Rule, Traffic};
+use firesteel_check::audit::{Audit, NodeTraffic, Rule, Traffic};
 use firesteel_checkpoint::{
     Checkpoint, LayerKind, ModelConfig, RandomWeights, cache_root, preset, presets,
 };
 use firesteel_compile::{CompileOptions, Split, compile};
 use firesteel_export::{Dialect, ExportOptions, Gelu, Precision, build};
+use firesteel_graph::Part;
 use firesteel_model::ModelShape;
 use firesteel_ort::qnn::{Performance, Soc};
 use firesteel_quantize::weights::round_nearest;
-use firesteel_quantize::{KvFormat, RangeSource, Scheme, SchemeOptions, plan, quantize};
+use firesteel_quantize::{
+    KvFormat, RangeSource, Scheme, SchemeOptions, ValueFormats, plan, quantize,
+};
 use firesteel_step::{CacheLayoutChoice, Logits};
 use firesteel_tensor::DType;
 use serde::Serialize;
@@ -249,7 +252,7 @@ impl BenchQnn {
         let Audit { qnn_ops, schematic, .. } = &part.audit;
         let schematic = schematic.as_ref().context("the compiler gave no account")?;
         let mut norms = Traffic::default();
-        for node in schematic.nodes.iter().filter(|node| is_norm(&node.node)) {
+        for node in schematic.nodes.iter().filter(|node| is_norm(node)) {
             norms.add(node.traffic);
         }
         Ok(Case {
@@ -266,12 +269,9 @@ impl BenchQnn {
 const VOCABULARY: usize = 256;
 
 /// Whether a node belongs to a norm of a layer.
-fn is_norm(node: &str) -> bool {
-    let norms = [".attention.norm", ".attention.q_norm", ".attention.k_norm", ".mlp.norm"];
-    norms.iter().any(|part| {
-        node.split_once(part)
-            .is_some_and(|(_, rest)| rest.is_empty() || !rest.starts_with(char::is_alphanumeric))
-    })
+fn is_norm(node: &NodeTraffic) -> bool {
+    let part = node.tag.map(|tag| tag.part);
+    matches!(part, Some(Part::AttentionNorm | Part::HeadNorm | Part::MlpNorm))
 }
 
 /// The artifact of a step in integers with ranges that are made up.
@@ -284,7 +284,7 @@ fn integers(
     let scheme = Scheme::W8A16;
     let step = build(checkpoint, options)?;
     let matrices = plan(&step, &SchemeOptions { scheme, kv: Some(kv), width: &|_| None })?;
-    let formats = (scheme.activations(), kv);
+    let formats = ValueFormats { activations: scheme.activations(), kv };
     let quantized =
         quantize(&step, &matrices, RangeSource::Uncalibrated, formats, &|matrix, values, bits| {
             round_nearest(values, matrix.rows, matrix.columns, bits)
