@@ -7,7 +7,8 @@
 //! [`write_gguf`] write such folders and files.
 //!
 //! Every file is treated as hostile: nothing is allocated by a number that a file contains, names
-//! of files are never followed out of the folder, and what is not understood is refused by name.
+//! of files are never followed out of the folder, links only where the Hugging Face cache has them
+//! ([`file_in`]), and what is not understood is refused by name.
 //!
 //! # One description, two spellings
 //!
