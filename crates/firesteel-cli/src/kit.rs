@@ -1,4 +1,7 @@
 //! A kit for a device: which files it has and what its tensors are.
+//!
+//! The inputs of every step and graph are the reference's, so that one wrong output does not spoil the
+//! next, and files are compared by name and step.
 
 use anyhow::{Context as _, bail};
 use firesteel_artifact::Document;

@@ -1,4 +1,5 @@
-//! Which matrices get more bits, if only so many are to be had.
+//! Greedy bit allocation over the block types: which matrices get more bits, if only so many are to
+//! be had.
 
 use super::blocks::can_quantize;
 use super::{Buffers, GgufOptions, Planned, SquareError, planned};
