@@ -89,12 +89,12 @@ fn quantized(file: &str, arguments: &[&str]) -> Value {
 }
 
 /// The report of `check` of a file on the kernels against the checkpoint in f32, on the beginning
-/// of the held-out text.
+/// of the held-out text; `benches/llamacpp/fidelity` has more of it.
 fn fidelity(file: &str, arguments: &[&str]) -> Value {
     let tiny = spark_tiny();
     let command =
         ["check", "fidelity", file, "--against", argument(&tiny), "--runner", "cpu", "--json"];
-    let text = ["--against-runner", "cpu", "--text", HELD_OUT, "--tokens", "8192"];
+    let text = ["--against-runner", "cpu", "--text", HELD_OUT, "--tokens", "2048"];
     serde_json::from_str(&stdout(&[&command[..], &text, arguments].concat())).unwrap()
 }
 

@@ -352,7 +352,7 @@ fn a_request_that_fails_ends_no_other() {
                 let expected: Vec<u32> = (5..45).map(|id| id % IDS as u32).collect();
                 assert_eq!((&generation.ids, fails), (&expected, false));
             }
-            Err(error) => assert!(fails && error.to_string() == "failing: it was to fail"),
+            Err(error) => assert!(fails && error.to_string() == "scripted: it was to fail"),
         }
     }
     // What cannot be run is refused before it joins, and the sequence is free.

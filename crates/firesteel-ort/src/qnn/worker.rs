@@ -8,7 +8,7 @@ use fs_err as fs;
 use ort::logging::LogLevel;
 use ort::session::Session;
 use ort::session::builder::SessionBuilder;
-use rustix::process::{Resource, Rlimit, Signal};
+use rustix::process::{Resource, Rlimit};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -127,8 +127,12 @@ pub fn serve() -> Result<(), OrtError> {
     let job: Job = serde_json::from_slice(&text).map_err(|error| missing(error.to_string()))?;
     match job {
         Job::Compile(job) => {
-            // Nobody waits for the result of a parent that was killed.
-            let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+            // Nobody waits for the result of a parent that was killed. Other systems tell nobody, and
+            // have no such compiler.
+            #[cfg(any(target_os = "linux", target_os = "android"))]
+            let _ = rustix::process::set_parent_process_death_signal(Some(
+                rustix::process::Signal::KILL,
+            ));
             let reply = match compile(&job) {
                 Ok(()) => Reply::Done,
                 Err(error) => Reply::Failed(error.to_string()),

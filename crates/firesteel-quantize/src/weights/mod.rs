@@ -240,9 +240,13 @@ pub fn round_nearest(
 /// Numbers that look random and nearly normal, around 0; equal seeds make equal ones.
 #[cfg(test)]
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
-    let mut numbers = firesteel_testing::Numbers::new(seed);
-    let mut half = || 0.5 * numbers.unit();
-    (0..count).map(|_| half() + half() + half()).collect()
+    let mut state = seed;
+    let mut uniform = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    (0..count).map(|_| uniform() + uniform() + uniform()).collect()
 }
 
 #[cfg(test)]

@@ -208,7 +208,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Waits until what was removed is free again and the system has stored what was written, and then
 /// lets the disk rest.
 fn settle(folder: &tempfile::TempDir, rest: Duration) -> anyhow::Result<()> {
+    #[cfg(any(target_os = "linux", target_os = "android"))]
     rustix::fs::syncfs(fs::File::open(folder.path())?.file())?;
+    // Elsewhere there is a call for all file systems together.
+    #[cfg(not(any(target_os = "linux", target_os = "android")))]
+    {
+        let _ = folder;
+        rustix::fs::sync();
+    }
     let start = Instant::now();
     while unstored().is_some_and(|bytes| bytes > IDLE) && start.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(100));
