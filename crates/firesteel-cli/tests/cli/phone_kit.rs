@@ -282,7 +282,7 @@ fn files_that_are_not_a_kits_are_refused() {
         ("\"name\": \"logits\"", "\"name\": \"../logits\"", "is no plain name"),
         ("\"name\": \"model\"", "\"name\": \"/\"", "is no plain name"),
         ("\"name\": \"model\"", "\"name\": \"a'b\"", "is no plain name"),
-        ("\"format_version\": 1", "\"format_version\": 2", "of version 1"),
+        ("\"format_version\": 1", "\"format_version\": 2", "this program reads 1; make the kit"),
         ("\"min_snr\"", "\"max_snr\"", "unknown field"),
         ("\"vocab_size\": 2048", "\"vocab_size\": 2047", "do not make rows of 2047"),
     ] {
