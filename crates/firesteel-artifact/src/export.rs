@@ -1,5 +1,5 @@
 use crate::manifest::{KvBytesEntry, ModelEntry};
-use crate::open::{data_hash, sha256};
+use crate::open::{sha256, xxh3};
 use crate::{
     Artifact, ArtifactError, DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry,
     GraphRole, HeadSource, MANIFEST, Manifest, Quantization, TaggedNodes,
@@ -344,7 +344,7 @@ fn data_entries(report: &WriteReport, folder: &Path) -> Result<Vec<DataEntry>, A
         .data
         .iter()
         .map(|file| {
-            let xxh3 = data_hash(&folder.join(&file.name))?;
+            let (_, xxh3) = xxh3(&folder.join(&file.name))?;
             Ok(DataEntry { file: file.name.clone(), bytes: file.bytes, xxh3 })
         })
         .collect()

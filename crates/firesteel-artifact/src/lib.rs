@@ -1,22 +1,28 @@
 //! The artifact: a folder with the step's graphs, their weights, a tokenizer and a manifest that
 //! says what they are.
 //!
-//! [`export`] writes one from a checkpoint, [`write_artifact`] one from other graphs, complete or not at all; [`Artifact::open`] reads one
-//! back and runs it on the graph evaluator.
+//! [`export`] writes one from a checkpoint, [`write_artifact`] one from other graphs, complete or
+//! not at all: what was written is read back first, and the weights of quantized graphs are
+//! compared with the manifest's list. [`Artifact::open`] reads and checks a folder and runs it on
+//! the graph evaluator. It finds the embedding table, and joins a vocabulary projection that was
+//! cut into graphs of its own. The manifest keeps the tags of the graphs' nodes, by name. A
+//! checkpoint's hashes are taken while its pages are warm.
 
+mod document;
 mod evaluator;
 mod export;
 mod manifest;
 mod open;
 mod sharded;
 
+pub use document::Document;
 pub use evaluator::EvaluatorRunner;
 pub use export::{Draft, ExportRequest, Write, checkpoint_hashes, export, write_artifact};
 pub use manifest::{
     DataEntry, EmbeddingEntry, FORMAT_VERSION, FileHash, GraphEntry, GraphRole, HeadSource,
     KvBytesEntry, MANIFEST, Manifest, ModelEntry, Quantization, QuantizedWeight, TaggedNodes,
 };
-pub use open::{Artifact, ArtifactEmbedding, sha256};
+pub use open::{Artifact, ArtifactEmbedding, sha256, xxh3};
 pub use sharded::{HeadRunner, ShardedRunner};
 
 use firesteel_checkpoint::CheckpointError;

@@ -1,4 +1,4 @@
-use crate::ArtifactError;
+use crate::{ArtifactError, Document};
 use firesteel_checkpoint::LayerKind;
 use firesteel_export::{ExportOptions, WideTensors};
 use firesteel_graph::{Graph, Tag};
@@ -7,7 +7,6 @@ use firesteel_tensor::DType;
 use fs_err as fs;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
-use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
@@ -17,8 +16,14 @@ pub const MANIFEST: &str = "manifest.json";
 /// Version of the manifest's layout that is written and read.
 pub const FORMAT_VERSION: u32 = 2;
 
-/// Largest manifest that is read.
-const MANIFEST_LIMIT: u64 = 64 << 20;
+/// How it is read.
+const DOCUMENT: Document = Document {
+    format: "firesteel-artifact",
+    version: FORMAT_VERSION,
+    limit: 64 << 20,
+    what: "the manifest of a firesteel artifact",
+    again: "export the artifact again",
+};
 
 /// What an artifact is. Everything in it follows from the checkpoint and the options, so equal
 /// exports have equal manifests.
@@ -322,30 +327,7 @@ impl Manifest {
     pub fn read(folder: &Path) -> Result<Self, ArtifactError> {
         let file = folder.join(MANIFEST);
         let problem = |problem: String| ArtifactError::Manifest { file: file.clone(), problem };
-        let mut text = Vec::new();
-        fs::File::open(&file)?.take(MANIFEST_LIMIT + 1).read_to_end(&mut text)?;
-        if text.len() as u64 > MANIFEST_LIMIT {
-            return Err(problem(format!("is larger than {MANIFEST_LIMIT} bytes")));
-        }
-        #[derive(Deserialize)]
-        struct Version {
-            format: Option<String>,
-            format_version: Option<u32>,
-        }
-        let version: Version =
-            serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
-        if version.format.as_deref() != Some("firesteel-artifact") {
-            return Err(problem("is not the manifest of a firesteel artifact".into()));
-        }
-        if version.format_version != Some(FORMAT_VERSION) {
-            let found = version.format_version.map_or("none".into(), |number| number.to_string());
-            return Err(problem(format!(
-                "format_version is {found}; this program reads {FORMAT_VERSION}; export the \
-                 artifact again"
-            )));
-        }
-        let manifest: Self =
-            serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
+        let manifest: Self = DOCUMENT.read(&file)?;
         manifest.step.validate()?;
         for port in manifest.ports() {
             port.encoding.validate().map_err(|error| problem(format!("{}: {error}", port.name)))?;

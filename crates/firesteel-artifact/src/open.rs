@@ -2,7 +2,7 @@ use crate::{
     ArtifactError, EmbeddingEntry, EvaluatorRunner, GraphEntry, HeadRunner, MANIFEST, Manifest,
     ShardedRunner,
 };
-use firesteel_checkpoint::MappedFile;
+use firesteel_checkpoint::{CheckpointError, MappedFile, file_in};
 use firesteel_graph::{Constant, Evaluator, Graph};
 use firesteel_onnx::read_model;
 use firesteel_step::{Embedding, EncodedRunner, Role, Runner, RunnerError, StepSpec};
@@ -55,7 +55,7 @@ impl Artifact {
     pub fn verify(&self) -> Result<(), ArtifactError> {
         for data in &self.manifest.data {
             let file = self.folder.join(&data.file);
-            let actual = data_hash(&file)?;
+            let (_, actual) = xxh3(&file)?;
             if actual != data.xxh3 {
                 let problem = format!(
                     "is damaged: XXH3 is {actual}, the manifest has {}; export it again",
@@ -79,7 +79,7 @@ impl Artifact {
 
     fn check_length(&self, name: &str, bytes: u64) -> Result<(), ArtifactError> {
         let file = self.folder.join(name);
-        let actual = fs::metadata(&file)?.len();
+        let actual = fs::metadata(file_in(&self.folder, name)?.as_deref().unwrap_or(&file))?.len();
         if actual == bytes {
             return Ok(());
         }
@@ -297,10 +297,13 @@ impl Embedding for ArtifactEmbedding {
     }
 }
 
-/// XXH3-128 of a file.
-pub(crate) fn data_hash(path: &Path) -> Result<String, ArtifactError> {
-    let bytes = MappedFile::open(path)?.bytes();
-    Ok(format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes)))
+/// Length and XXH3-128, in lower-case hexadecimal, of a file.
+///
+/// # Errors
+/// When it cannot be mapped.
+pub fn xxh3(file: &Path) -> Result<(u64, String), CheckpointError> {
+    let bytes = MappedFile::open(file)?.bytes();
+    Ok((bytes.len() as u64, format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes))))
 }
 
 /// SHA-256 of `bytes`, in lower-case hexadecimal.

@@ -1,4 +1,15 @@
 //! Two runners, the same inputs: how far apart are they, and where does it begin?
+//!
+//! [`compare`] runs both with teacher forcing and tells SNR = 10·log10(Σref² / Σ(ref − test)²),
+//! top-1 without ties, top-5, KL divergence, log-probabilities, greedy agreement along the
+//! reference's continuation, and the earliest layer of the earliest step below the bar.
+//! [`compare_text`] and [`compare_prompts`] take two decoders, each with its own embedding and
+//! caches: KL divergence and perplexity over a text, kept prefixes of greedy continuations.
+//!
+//! [`audit`] compares the list of operators that Qualcomm's compiler was given with the graph, node
+//! by node, and reads its plan for the device.
+//!
+//! Nothing here knows who wrote a graph or where ids come from.
 
 pub mod audit;
 mod compare;

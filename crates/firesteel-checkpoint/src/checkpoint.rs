@@ -1,6 +1,6 @@
 use crate::config::{CONFIG_FILE, read_config};
 use crate::family::{FedBy, Feeds, Size, Slot, SlotKind, SlotSpec, layer_name};
-use crate::folder::{Found, Tensors, exists, file_path, read_tensors};
+use crate::folder::{Found, Tensors, file_in, read_tensors};
 use crate::json::shorten;
 use crate::mistaken::mistaken_file;
 use crate::random::{Amplified, Distribution, Generator, outlier_channels};
@@ -160,9 +160,7 @@ impl Checkpoint {
     /// When it is not a regular file or a link that leaves the folder.
     pub fn side_file(&self, name: &str) -> Result<Option<PathBuf>, CheckpointError> {
         match &self.path {
-            Some(folder) if self.gguf.is_none() && exists(&folder.join(name))? => {
-                file_path(folder, name).map(Some)
-            }
+            Some(folder) if self.gguf.is_none() => file_in(folder, name),
             _ => Ok(None),
         }
     }

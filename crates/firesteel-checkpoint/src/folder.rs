@@ -85,6 +85,20 @@ pub(crate) fn read_tensors(folder: &Path) -> Result<Tensors, CheckpointError> {
     Ok(tensors)
 }
 
+/// Path of the file `name` of `folder`, to be read instead of it; `None` when there is none. Every file
+/// of a model is looked up so: a symbolic link is followed where the Hugging Face cache has it, from
+/// snapshots/REVISION to ../../blobs/HASH, and refused everywhere else, because it could lead
+/// anywhere.
+///
+/// # Errors
+/// When it is not a regular file or such a link.
+pub fn file_in(folder: &Path, name: &str) -> Result<Option<PathBuf>, CheckpointError> {
+    match exists(&folder.join(name))? {
+        true => file_path(folder, name).map(Some),
+        false => Ok(None),
+    }
+}
+
 /// The path of a file of `folder`, after the rules for links.
 pub(crate) fn file_path(folder: &Path, name: &str) -> Result<PathBuf, CheckpointError> {
     resolve(folder, name).map_err(|e| e.into_error(folder, name))

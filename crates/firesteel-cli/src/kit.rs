@@ -1,20 +1,25 @@
 //! A kit for a device: which files it has and what its tensors are.
+//!
+//! The inputs of every step and graph are the reference's, so that one wrong output does not spoil the
+//! next, and files are compared by name and step.
 
 use anyhow::{Context as _, bail};
+use firesteel_artifact::Document;
 use firesteel_step::Encoding;
 use firesteel_tensor::{DType, Tensor, TensorView, element_count};
 use serde::{Deserialize, Serialize};
-use std::io::Read;
 use std::path::Path;
 
 /// Name of the description in a kit.
 pub(crate) const KIT: &str = "kit.json";
-/// What the description says it is.
-const FORMAT: &str = "firesteel-phone-kit";
-/// Version of the description that is written and read.
-const VERSION: u32 = 1;
-/// Longest description, in bytes.
-const KIT_LIMIT: u64 = 16 << 20;
+/// How it is read.
+const DOCUMENT: Document = Document {
+    format: "firesteel-phone-kit",
+    version: 1,
+    limit: 16 << 20,
+    what: "the description of a kit for a phone",
+    again: "make the kit again",
+};
 /// Most steps of a kit.
 pub(crate) const MAX_STEPS: usize = 10_000;
 
@@ -98,8 +103,8 @@ impl Kit {
     /// The description of `parts`, with everything else still to be said.
     pub(crate) fn new(parts: Vec<KitPart>) -> Self {
         Self {
-            format: FORMAT.into(),
-            format_version: VERSION,
+            format: DOCUMENT.format.into(),
+            format_version: DOCUMENT.version,
             tool_version: env!("CARGO_PKG_VERSION").into(),
             soc: None,
             reference: String::new(),
@@ -121,22 +126,14 @@ impl Kit {
     /// Reads and checks the description of the kit in `folder`.
     pub(crate) fn read(folder: &Path) -> anyhow::Result<Self> {
         let file = folder.join(KIT);
-        let mut text = Vec::new();
-        fs_err::File::open(&file)?.take(KIT_LIMIT + 1).read_to_end(&mut text)?;
         let name = || file.display().to_string();
-        if text.len() as u64 > KIT_LIMIT {
-            bail!("{} is longer than {KIT_LIMIT} bytes", name());
-        }
-        let kit: Self = serde_json::from_slice(&text).with_context(name)?;
+        let kit: Self = DOCUMENT.read(&file)?;
         kit.validate().with_context(name)?;
         Ok(kit)
     }
 
     /// Refuses what cannot be a kit, whoever described it.
     pub(crate) fn validate(&self) -> anyhow::Result<()> {
-        if self.format != FORMAT || self.format_version != VERSION {
-            bail!("is no {FORMAT} of version {VERSION}");
-        }
         if self.steps == 0 || self.steps > MAX_STEPS || self.tokens == 0 {
             bail!(
                 "{} steps of {} tokens; 1 to {MAX_STEPS} steps are accepted",

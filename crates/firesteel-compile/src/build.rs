@@ -1,7 +1,9 @@
 use crate::manifest::{CompiledManifest, FileEntry, PartEntry, SharedEntry, StepEntry, Target};
 use crate::part::{Part, parts};
 use crate::{CompileError, Compiled, Libraries, Split};
-use firesteel_artifact::{Artifact, EmbeddingEntry, MANIFEST, Manifest, Quantization};
+use firesteel_artifact::{
+    Artifact, EmbeddingEntry, MANIFEST, Manifest, Quantization, sha256, xxh3,
+};
 use firesteel_check::audit::{Audit, Dump, Finding, Placement, Rule, Schematic, audit};
 use firesteel_checkpoint::{MappedFile, Replace, StagedFolder};
 use firesteel_graph::Graph;
@@ -16,7 +18,6 @@ use firesteel_tensor::DType;
 use fs_err as fs;
 use serde::Serialize;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::TryLockError;
 use std::path::{Path, PathBuf};
@@ -436,12 +437,8 @@ impl PartJob<'_> {
 /// The name of a folder of the cache: a hash of the texts that tell what is in it, none of which
 /// contains a zero byte.
 fn folder_key<'a>(texts: impl IntoIterator<Item = &'a str>) -> String {
-    let mut hash = Sha256::new();
-    for text in texts {
-        hash.update(text);
-        hash.update([0]);
-    }
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    let ended = |text: &'a str| text.bytes().chain([0]);
+    sha256(&texts.into_iter().flat_map(ended).collect::<Vec<u8>>())
 }
 
 /// Refuses anything but one binary of a size that a session takes.
@@ -662,16 +659,10 @@ fn copy_side_files(artifact: &Artifact, out: &Path) -> Result<(), CompileError> 
 
 fn file_entries(folder: &Path) -> Result<Vec<FileEntry>, CompileError> {
     let entry = |name: String| {
-        let (bytes, xxh3) = identity(&folder.join(&name))?;
+        let (bytes, xxh3) = xxh3(&folder.join(&name))?;
         Ok(FileEntry { name, bytes, xxh3 })
     };
     names(folder)?.into_iter().map(entry).collect()
-}
-
-/// Length and XXH3-128 of a file.
-pub(crate) fn identity(file: &Path) -> Result<(u64, String), CompileError> {
-    let bytes = MappedFile::open(file)?.bytes();
-    Ok((bytes.len() as u64, format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes))))
 }
 
 /// Names of the entries of a folder, sorted.

@@ -1,8 +1,14 @@
 //! An artifact compiled for the NPU of a phone, on a plain PC.
 //!
-//! [`compile`] has Qualcomm's compiler make a context binary of every part in a child process,
-//! audits what it made of each, and writes a folder that is complete or absent; [`Compiled`] opens
-//! one and runs it on the emulator.
+//! [`compile`] cuts a step by layers into parts that share the contract ([`Split`]), has Qualcomm's
+//! compiler make a context binary of every part in a child process, audits what it made of each,
+//! and writes a folder that is complete or absent. Finished parts wait in the cache folder, under a
+//! hash of all that they depend on, until every part is done. [`Compiled`] opens such a folder and
+//! chains its parts on the emulator.
+//!
+//! The steps of one folder are those whose caches fit each other, such as one of a token and one of
+//! 128. They can share their weights in one binary; the emulator cannot load that, so it is only
+//! audited, and every step also has a binary of its own.
 
 mod build;
 mod chain;

@@ -1,5 +1,5 @@
 use crate::CompileError;
-use firesteel_artifact::{EmbeddingEntry, MANIFEST, Manifest};
+use firesteel_artifact::{Document, EmbeddingEntry, MANIFEST, Manifest};
 use firesteel_check::audit::{Audit, Rule};
 use firesteel_ort::qnn::{Performance, Soc, compile_settings};
 use firesteel_ort::{QNN_SDK_VERSION, QNN_VERSION, find_library, library_version};
@@ -8,18 +8,20 @@ use fs_err as fs;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
 /// Version of the manifest's layout that is written and read.
 pub const COMPILED_VERSION: u32 = 3;
 
-/// What the manifest says it is.
-const FORMAT: &str = "firesteel-compiled";
-
-/// Largest manifest that is read.
-const MANIFEST_LIMIT: u64 = 256 << 20;
+/// How it is read.
+const DOCUMENT: Document = Document {
+    format: "firesteel-compiled",
+    version: COMPILED_VERSION,
+    limit: 256 << 20,
+    what: "the manifest of a compiled firesteel artifact",
+    again: "compile the artifact again",
+};
 
 /// What a compiled artifact is.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -228,7 +230,7 @@ pub struct FileEntry {
 impl CompiledManifest {
     pub(crate) fn new(target: Target, libraries: Libraries, allowed: Vec<Rule>) -> Self {
         Self {
-            format: FORMAT.into(),
+            format: DOCUMENT.format.into(),
             format_version: COMPILED_VERSION,
             tool_version: env!("CARGO_PKG_VERSION").into(),
             settings: compile_settings(target.soc_number, target.arch)
@@ -245,12 +247,7 @@ impl CompiledManifest {
 
     /// Whether `folder` has the manifest of a compiled artifact, of any version.
     pub fn is_in(folder: &Path) -> bool {
-        #[derive(Deserialize)]
-        struct Kind {
-            format: String,
-        }
-        let kind = read_text(folder).ok().and_then(|text| serde_json::from_slice(&text).ok());
-        kind.is_some_and(|kind: Kind| kind.format == FORMAT)
+        DOCUMENT.is(&folder.join(MANIFEST))
     }
 
     /// Whether the ranges of all its activations come from a calibration, or it has floats.
@@ -288,29 +285,7 @@ impl CompiledManifest {
     pub fn read(folder: &Path) -> Result<Self, CompileError> {
         let file = folder.join(MANIFEST);
         let problem = |problem: String| CompileError::Manifest { file: file.clone(), problem };
-        let text = read_text(folder)?;
-        if text.len() as u64 > MANIFEST_LIMIT {
-            return Err(problem(format!("is larger than {MANIFEST_LIMIT} bytes")));
-        }
-        #[derive(Deserialize)]
-        struct Version {
-            format: Option<String>,
-            format_version: Option<u32>,
-        }
-        let version: Version =
-            serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
-        if version.format.as_deref() != Some(FORMAT) {
-            return Err(problem("is not the manifest of a compiled firesteel artifact".into()));
-        }
-        if version.format_version != Some(COMPILED_VERSION) {
-            let found = version.format_version.map_or("none".into(), |number| number.to_string());
-            return Err(problem(format!(
-                "format_version is {found}; this program reads {COMPILED_VERSION}; compile the \
-                 artifact again"
-            )));
-        }
-        let manifest: Self =
-            serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
+        let manifest: Self = DOCUMENT.read(&file)?;
         manifest.validate().map_err(problem)?;
         Ok(manifest)
     }
@@ -391,10 +366,4 @@ impl StepEntry {
         }
         Ok(())
     }
-}
-
-fn read_text(folder: &Path) -> std::io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    fs::File::open(folder.join(MANIFEST))?.take(MANIFEST_LIMIT + 1).read_to_end(&mut text)?;
-    Ok(text)
 }

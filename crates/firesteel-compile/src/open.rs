@@ -1,8 +1,9 @@
-use crate::build::identity;
 use crate::chain::Chain;
 use crate::{CompileError, CompiledManifest, Libraries, Measured, PartEntry, StepEntry};
-use firesteel_artifact::{ArtifactEmbedding, EmbeddingEntry, HeadRunner, MANIFEST, ShardedRunner};
-use firesteel_checkpoint::{MappedFile, StagedFile};
+use firesteel_artifact::{
+    ArtifactEmbedding, EmbeddingEntry, HeadRunner, MANIFEST, ShardedRunner, xxh3,
+};
+use firesteel_checkpoint::{MappedFile, StagedFile, file_in};
 use firesteel_ort::OrtRunner;
 use firesteel_ort::qnn::{HtpModel, HtpOptions};
 use firesteel_step::{EncodedRunner, Runner, RunnerError};
@@ -28,7 +29,8 @@ impl Compiled {
         let manifest = CompiledManifest::read(folder)?;
         for entry in &manifest.files {
             let file = folder.join(&entry.name);
-            let bytes = fs::metadata(&file)?.len();
+            let found = file_in(folder, &entry.name)?;
+            let bytes = fs::metadata(found.as_deref().unwrap_or(&file))?.len();
             if bytes != entry.bytes {
                 let problem = format!("has {bytes} bytes, the manifest has {}", entry.bytes);
                 return Err(CompileError::Content { file, problem });
@@ -44,7 +46,7 @@ impl Compiled {
     pub fn verify(&self) -> Result<(), CompileError> {
         for entry in &self.manifest.files {
             let file = self.folder.join(&entry.name);
-            let (_, actual) = identity(&file)?;
+            let (_, actual) = xxh3(&file)?;
             if actual != entry.xxh3 {
                 let problem = format!(
                     "is damaged: XXH3 is {actual}, the manifest has {}; compile it again",

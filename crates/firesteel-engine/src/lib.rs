@@ -7,10 +7,29 @@
 //! the element type that the contract names. The result does not depend on the number of threads:
 //! every value is computed by one task in one fixed order.
 //!
+//! # On the kernels
+//!
 //! A [`CpuModel`] is the same model for the CPU's kernels, in f32 and with quantized products where
-//! the weights are quantized. Its [`CpuSequence`]s, which have caches of their own and can run together
-//! in a [`CpuBatch`], are what generates; its [`CpuRunner`]s take the steps of the contract, as the other
-//! runners do.
+//! the weights are quantized. Float weights stay in the mapped files; quantized ones, and what a
+//! folder has in pieces or at odd offsets, are packed once into a file of the cache folder, keyed
+//! by their contents, and mapped from then on ([`PackedCache`]). Blocks without a kernel (Q4_1,
+//! Q5_K) become f16 with a warning; the gate of the heads is always floats.
+//!
+//! Its [`CpuSequence`]s are what generates. They have caches of their own, rings and growing ones
+//! in f32, f16 or q8, alone or in a [`CpuBatch`]. The logits are the same bytes however a text is
+//! split into forwards, whatever else is in the batch, and on any number of threads.
+//!
+//! Its [`CpuRunner`]s take the steps of the contract, as the other runners do. The kernels know no
+//! masks: a mask becomes the visible range of each token, as positions, so it has to be one in
+//! which tokens lose sight of the cache and never regain it (a causal mask, with a window or
+//! without), and others are refused. Runners and sequences run the same layers, but add the keys of
+//! a token in another order.
+//!
+//! # What matrices meet
+//!
+//! A [`Calibration`] watches the engine read a text. It has the mean square of every column of a
+//! matrix's input (llama.cpp's importance matrix), and what an error of each matrix does to the
+//! residual stream. It shows the inputs to others, of the whole model or layer by layer.
 //!
 //! [`Checkpoint`]: firesteel_checkpoint::Checkpoint
 //! [`StepSpec`]: firesteel_step::StepSpec

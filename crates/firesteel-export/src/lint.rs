@@ -194,12 +194,12 @@ fn is_zero(constant: &Constant) -> bool {
     matches!(constant, Constant::Tensor(tensor) if tensor.bytes().iter().all(|byte| *byte == 0))
 }
 
-/// Checks the quantized weight of a linear layer.
 /// Whether a graph has integers.
 fn beside_integers(graph: &Graph) -> bool {
     graph.nodes().iter().any(|node| matches!(node.op, Op::QuantizeLinear { .. }))
 }
 
+/// Checks the quantized weight of a linear layer.
 fn weight_format(graph: &Graph, node: &Node, report: &mut dyn FnMut(&str, &str, String)) {
     let Some(maker) = maker(graph, node.inputs[1]) else {
         let problem = "floats between integers become integers with one scale for all";

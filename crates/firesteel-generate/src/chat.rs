@@ -3,8 +3,9 @@ use crate::gguf::{CHAT_TEMPLATE, GgufSource};
 use crate::guard::Guard;
 use crate::limits;
 use crate::python::{JsonStyle, json_dumps, without_generation_blocks};
+use crate::strftime::LONGEST;
 use crate::{GenerateError, LocalTime, Tokenizer};
-use firesteel_checkpoint::GgufTokenizer;
+use firesteel_checkpoint::{GgufTokenizer, file_in};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, State, Value as JinjaValue};
@@ -144,13 +145,16 @@ impl ChatTemplate {
     /// # Errors
     /// When there is none, or it does not parse.
     pub fn open(folder: &Path) -> Result<Self, GenerateError> {
-        let config = JsonFile::open_if_present(folder.join("tokenizer_config.json"))?;
+        let config = JsonFile::open_if_present(folder, "tokenizer_config.json")?;
         let special_tokens =
             special_tokens(&config).map(|(key, text)| (key.into(), text.into())).collect();
         let path = folder.join("chat_template.jinja");
-        let (origin, templates) = match fs_err::read_to_string(&path) {
-            Ok(source) => (path.display().to_string(), vec![(DEFAULT.to_owned(), source)]),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => (
+        let (origin, templates) = match file_in(folder, "chat_template.jinja")? {
+            Some(file) => {
+                let source = fs_err::read_to_string(file)?;
+                (path.display().to_string(), vec![(DEFAULT.to_owned(), source)])
+            }
+            None => (
                 format!("{}: chat_template", config.path.display()),
                 templates_of_config(&config)?.ok_or_else(|| GenerateError::NoTemplate {
                     path: folder.into(),
@@ -158,7 +162,6 @@ impl ChatTemplate {
                              tokenizer_config.json",
                 })?,
             ),
-            Err(error) => return Err(error.into()),
         };
         Self::new(origin, templates, special_tokens)
     }
@@ -273,8 +276,7 @@ impl ChatTemplate {
         environment.set_fuel(Some(limits::fuel(bytes)));
         let time = self.time.clone();
         environment.add_function("strftime_now", move |state: &State, format: &str| {
-            // The most that a format can be written to.
-            limits::pay_for(state, format.len().saturating_mul(512))?;
+            limits::pay_for(state, format.len().saturating_mul(LONGEST))?;
             Ok(time.clone().unwrap_or_else(LocalTime::now).strftime(format))
         });
         let rendered = limits::on_large_stack(move || {

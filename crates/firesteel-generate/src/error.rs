@@ -1,3 +1,4 @@
+use firesteel_checkpoint::CheckpointError;
 use firesteel_step::{RunnerError, SequenceId};
 use std::path::PathBuf;
 
@@ -8,6 +9,9 @@ pub enum GenerateError {
     /// A file cannot be read; the message names it.
     #[error(transparent)]
     Io(#[from] std::io::Error),
+    /// A file of the folder is none that is read; the message names it.
+    #[error(transparent)]
+    File(#[from] CheckpointError),
     /// The kernels cannot run on this CPU.
     #[error(transparent)]
     Kernels(#[from] firesteel_kernels::KernelError),

@@ -1,5 +1,5 @@
 use crate::{GenerateError, SamplingOptions};
-use firesteel_checkpoint::{Gguf, GgufValue};
+use firesteel_checkpoint::{Gguf, GgufValue, file_in};
 use serde::Deserialize as _;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -11,15 +11,10 @@ pub(crate) struct JsonFile {
 }
 
 impl JsonFile {
-    pub(crate) fn open_if_present(path: PathBuf) -> Result<Self, GenerateError> {
-        let bytes = match fs_err::read(&path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Self { path, map: Map::new() });
-            }
-            Err(error) => return Err(error.into()),
-        };
-        match serde_json::from_slice(&bytes) {
+    pub(crate) fn open_if_present(folder: &Path, name: &str) -> Result<Self, GenerateError> {
+        let path = folder.join(name);
+        let Some(file) = file_in(folder, name)? else { return Ok(Self { path, map: Map::new() }) };
+        match serde_json::from_slice(&fs_err::read(file)?) {
             Ok(map) => Ok(Self { path, map }),
             Err(source) => Err(GenerateError::Json { path, source }),
         }
@@ -101,7 +96,7 @@ impl GenerationConfig {
     /// When the file cannot be read or a value has the wrong type or range; the error names the
     /// key.
     pub fn open(folder: &Path) -> Result<Self, GenerateError> {
-        let file = JsonFile::open_if_present(folder.join("generation_config.json"))?;
+        let file = JsonFile::open_if_present(folder, "generation_config.json")?;
         let sample = match file.get("do_sample") {
             None => false,
             Some(Value::Bool(sample)) => *sample,

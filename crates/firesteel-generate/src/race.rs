@@ -71,56 +71,57 @@ pub(crate) struct Race<'r> {
     pub(crate) row: &'r Row,
     pub(crate) scale: Scale,
     pub(crate) noise: Noise,
-    /// Lighter ids take no part.
-    pub(crate) least: f32,
-    /// Part of the weight that the fewest first ids must have to take part.
-    pub(crate) share: f64,
+    /// min-p: ids of less weight, as a share of that of the most probable one, take no part.
+    pub(crate) min_p: f32,
+    /// top-p: the share of the weight that the nucleus has, the fewest most probable ids that take part
+    /// (Holtzman et al., The Curious Case of Neural Text Degeneration, 2020).
+    pub(crate) top_p: f64,
 }
 
 /// What a race needs room for, to be used again.
 #[derive(Debug, Clone)]
-pub(crate) struct Track {
+pub(crate) struct RaceBuffers {
     /// For each block, a score that none of its ids exceeds; −∞ if none takes part.
     limits: Vec<f64>,
     pub(crate) weights: Weights,
 }
 
-impl Track {
+impl RaceBuffers {
     pub(crate) fn new(isa: Isa) -> Self {
         Self { limits: Vec::new(), weights: Weights::new(isa) }
     }
 }
 
 impl Race<'_> {
-    /// The winner among the fewest first ids, in order of logit, then id, that together have
-    /// their share of the weight.
+    /// The winner among the nucleus: the fewest first ids, in order of logit, then id, that together
+    /// have the share `top_p` of the weight.
     ///
     /// An id is among them if those before it weigh less. So the race goes over all ids: where the
     /// winner is one of them, it is their winner too. Where it is not, neither is any that comes
-    /// after it, and the others race again, with the same noise: 1 − ln `share` times on average,
+    /// after it, and the others race again, with the same noise: 1 − ln `top_p` times on average,
     /// and no set has to be selected. Where few ids weigh most, those near the winner are enough to
     /// know, whatever the others weigh.
-    pub(crate) fn run(&self, track: &mut Track) -> Option<u32> {
+    pub(crate) fn run(&self, buffers: &mut RaceBuffers) -> Option<u32> {
         let bound = self.lowest();
-        track.limits.clear();
-        track.limits.resize(self.row.block_count(), f64::NEG_INFINITY);
+        buffers.limits.clear();
+        buffers.limits.resize(self.row.block_count(), f64::NEG_INFINITY);
         for block in self.row.blocks(bound) {
-            if let Some(limit) = track.limits.get_mut(block.index) {
+            if let Some(limit) = buffers.limits.get_mut(block.index) {
                 *limit = self.score(block.largest, self.noise.smallest(block.index));
             }
         }
-        track.weights.clear();
+        buffers.weights.clear();
         let mut end = None;
         loop {
-            let winner = self.winner(bound, end, &track.limits)?;
-            if self.share >= 1.0 {
+            let winner = self.winner(bound, end, &buffers.limits)?;
+            if self.top_p >= 1.0 {
                 return Some(winner.id);
             }
-            let (row, scale, weights) = (self.row, self.scale, &mut track.weights);
+            let (row, scale, weights) = (self.row, self.scale, &mut buffers.weights);
             let near = weights.total(row, scale, winner.logit);
             let before = weights.before(row, winner);
-            if before < self.share * near
-                || before < self.share * weights.total(row, scale, f32::MIN)
+            if before < self.top_p * near
+                || before < self.top_p * weights.total(row, scale, f32::MIN)
             {
                 return Some(winner.id);
             }
@@ -133,7 +134,7 @@ impl Race<'_> {
         /// More than the relative error of a weight, which is that of the rounded quotient in the
         /// exponent and of the exponential.
         const WEIGHT_ERROR: f64 = 1e-4;
-        let exponent = f64::from(self.least).ln() - WEIGHT_ERROR;
+        let exponent = f64::from(self.min_p).ln() - WEIGHT_ERROR;
         let lowest = f64::from(self.scale.largest) + f64::from(self.scale.temperature) * exponent;
         (lowest as f32).next_down().max(f32::MIN)
     }
@@ -164,7 +165,7 @@ impl Race<'_> {
                 }
                 let Some(&logit) = block.logits.get(position) else { continue };
                 let place = Place { logit, id: block.id(position) };
-                if logit < bound || !takes_part(place) || self.scale.weight(logit) < self.least {
+                if logit < bound || !takes_part(place) || self.scale.weight(logit) < self.min_p {
                     continue;
                 }
                 let score = self.score(logit, e);
@@ -307,7 +308,7 @@ mod tests {
                 let scale = Scale { largest: row.scan().unwrap(), temperature: 0.8 };
                 for step in 0..40 {
                     let noise = Noise::new(1, step);
-                    let race = Race { row: &row, scale, noise, least: 0.0, share: 1.0 };
+                    let race = Race { row: &row, scale, noise, min_p: 0.0, top_p: 1.0 };
                     let scores = logits.chunks(BLOCK).enumerate().flat_map(|(index, logits)| {
                         let noise = block(noise, index);
                         let scores = logits.iter().zip(noise);
@@ -316,7 +317,7 @@ mod tests {
                     let expected = scores.enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b));
                     let expected = expected.map(|(id, _)| id as u32);
                     assert_eq!(
-                        race.run(&mut Track::new(Isa::named(None).unwrap())),
+                        race.run(&mut RaceBuffers::new(Isa::named(None).unwrap())),
                         expected,
                         "{ids} {step}"
                     );

@@ -1,5 +1,5 @@
 use crate::options::check_ids;
-use crate::race::{Noise, Race, Track};
+use crate::race::{Noise, Race, RaceBuffers};
 use crate::row::{BLOCK, Place, Row, Scale};
 use crate::{GenerateError, SamplingOptions};
 use firesteel_kernels::Isa;
@@ -67,7 +67,7 @@ pub struct Sampler {
     counts: Vec<(u32, f32)>,
     picked: usize,
     row: Row,
-    track: Track,
+    track: RaceBuffers,
 }
 
 impl Sampler {
@@ -87,7 +87,7 @@ impl Sampler {
             counts: Vec::new(),
             picked: 0,
             row: Row::default(),
-            track: Track::new(Isa::detect()?),
+            track: RaceBuffers::new(Isa::detect()?),
         })
     }
 
@@ -280,8 +280,8 @@ impl Sampler {
             row: &self.row,
             scale: Scale { largest, temperature },
             noise: Noise::new(seed, self.picked),
-            least: min_p,
-            share: f64::from(top_p),
+            min_p,
+            top_p: f64::from(top_p),
         };
         race.run(&mut self.track)
     }

@@ -6,6 +6,10 @@ use jiff::{Timestamp, ZonedDateTime};
 use std::borrow::Cow;
 use std::time::SystemTime;
 
+/// Bytes that one byte of a long format can become at most: `%f` is three times as long before the C
+/// library has it, which gets room for less than 512 characters for each of its characters.
+pub(crate) const LONGEST: usize = 3 * 512;
+
 /// A moment in a time zone, of which a chat template writes date and clock.
 #[derive(Debug, Clone)]
 pub struct LocalTime(ZonedDateTime);

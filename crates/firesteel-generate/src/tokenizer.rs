@@ -2,7 +2,7 @@ use crate::files::{JsonFile, special_tokens};
 use crate::gguf::GgufSource;
 use crate::words::Words;
 use crate::{GenerateError, GenerationConfig, Utf8Stream};
-use firesteel_checkpoint::{GgufTokenizer, mistaken_file};
+use firesteel_checkpoint::{GgufTokenizer, file_in, mistaken_file};
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
@@ -52,7 +52,8 @@ impl Tokenizer {
     /// of the wrong type.
     pub fn open(folder: &Path) -> Result<Self, GenerateError> {
         let path = folder.join("tokenizer.json");
-        let bytes = fs_err::read(&path)?;
+        let file = file_in(folder, "tokenizer.json")?;
+        let bytes = fs_err::read(file.as_deref().unwrap_or(&path))?;
         let failed = |message| GenerateError::Tokenizer { path: path.clone(), message };
         if let Some(mistake) = mistaken_file(&bytes) {
             return Err(failed(mistake.into()));
@@ -69,7 +70,7 @@ impl Tokenizer {
             let message = "the decoder is not ByteLevel: only byte-level BPE is supported";
             return Err(failed(message.into()));
         }
-        let config = JsonFile::open_if_present(folder.join("tokenizer_config.json"))?;
+        let config = JsonFile::open_if_present(folder, "tokenizer_config.json")?;
         let eos_token_id = special_tokens(&config)
             .find(|(key, _)| *key == "eos_token")
             .and_then(|(_, text)| inner.token_to_id(text));

@@ -1,10 +1,17 @@
 //! Typed graphs with static shapes.
 //!
-//! A [`Graph`] is a list of nodes in execution order over values with known element type and
-//! shape. Nodes carry their parameters as attributes ([`Op`]); file formats that want some of them
-//! as tensors are the business of the crate that writes the format. Shapes are inferred when a
-//! node is added, so a graph that exists is well typed; [`Graph::validate`] proves it again after
-//! a graph was read from a file. A node can bear a [`Tag`] that says what it is there for. The [`Evaluator`] executes a graph slowly and plainly.
+//! A [`Graph`] is a list of nodes in execution order over values with known element type and shape.
+//! Nodes carry their parameters as attributes ([`Op`]); file formats that want some of them as
+//! tensors are the business of the crate that writes the format. Shapes are inferred when a node is
+//! added, so a graph that exists is well typed; [`Graph::validate`] proves it again after a graph
+//! was read from a file.
+//!
+//! A node can bear a [`Tag`], its layer and its part of the step. Whoever has to know what a node
+//! is there for asks for that, because names are for people.
+//!
+//! The [`Evaluator`] executes a graph slowly and plainly. An f32 graph is computed in f64 without
+//! rounding inside, so it is the function that the graph writes down; an f16 graph is rounded after
+//! every node, so that range and precision show.
 
 mod evaluate;
 mod graph;

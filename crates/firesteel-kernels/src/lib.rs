@@ -1,14 +1,17 @@
 //! SIMD kernels with scalar references and run-time dispatch, and the thread pool they run on.
 //!
-//! An [`Isa`] is chosen once ([`Isa::detect`]) and given to every kernel. Weights are
-//! [`MatrixView`]s: row-major floats borrowed from anywhere, or quantized blocks in one packed
-//! layout that serves every instruction set ([`pack`]). Activations stay f32 rows; products with
-//! quantized weights read them as [`QuantizedRows`], int8 per block of 32.
+//! An [`Isa`] is chosen once ([`Isa::detect`]) and given to every kernel; FIRESTEEL_ISA forces one.
+//! Weights are [`MatrixView`]s: row-major floats borrowed from anywhere, or quantized blocks in one
+//! packed layout, rows interleaved by eight, that serves every instruction set ([`pack`]).
+//! Activations stay f32 rows; products with quantized weights read them as [`QuantizedRows`], int8
+//! per block of 32. [`attention`] goes over segments of keys and values with their positions.
+//! [`measure`] times every kernel, and the read bandwidth that limits them.
 //!
 //! # What is the same everywhere
 //!
 //! - No result depends on the number of threads.
-//! - A product does not depend on how many activation rows are multiplied at once.
+//! - No product and no attention depends on how many activation rows are computed together, because
+//!   every element is one chain of operations whatever the tiles are.
 //! - Products with quantized weights, and every kernel of [`ops`], give the same bytes on every
 //!   instruction set. Products with float weights and [`attention`] do not: they are rounded in the
 //!   order of the lanes.

@@ -108,7 +108,7 @@ pub enum ModelError {
     Artifact(#[from] ArtifactError),
     /// The compiled artifact cannot be read.
     #[error(transparent)]
-    Compile(#[from] CompileError),
+    Compile(Box<CompileError>),
     /// The engine refuses.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -127,4 +127,10 @@ pub enum ModelError {
     /// The runner refuses.
     #[error(transparent)]
     Run(#[from] RunnerError),
+}
+
+impl From<CompileError> for ModelError {
+    fn from(error: CompileError) -> Self {
+        Self::Compile(Box::new(error))
+    }
 }

@@ -2,7 +2,7 @@ use crate::{
     DecoderOptions, ModelError, PathKind, RunnerKind, RunnerOptions, SequenceDecoder, ort_runner,
 };
 use firesteel_artifact::{Artifact, Manifest};
-use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig};
+use firesteel_checkpoint::{Checkpoint, GgufTokenizer, ModelConfig, file_in};
 use firesteel_compile::{Compiled, StepEntry};
 use firesteel_engine::{
     CheckpointEmbedding, CpuModel, Engine, EngineOptions, KvFormat, SequenceOptions,
@@ -293,7 +293,7 @@ impl Model {
             return Ok(Some(tokenizer.with_generation_config(config)));
         }
         match self.path() {
-            Some(folder) if folder.join("tokenizer.json").is_file() => {
+            Some(folder) if folder.is_dir() && file_in(folder, "tokenizer.json")?.is_some() => {
                 Ok(Some(Tokenizer::open(folder)?))
             }
             _ => Ok(None),

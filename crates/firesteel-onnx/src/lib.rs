@@ -4,6 +4,12 @@
 //! [`WritePlan::write`] streams them there and writes the models. [`read_model`] maps a model back
 //! into the same [`firesteel_graph::Graph`]; [`model_with_outputs`] makes values inside a model
 //! visible for a check. Nothing outside this crate knows the format.
+//!
+//! Equal plans give equal bytes. Equal constants (by their key) are stored once for all graphs of a
+//! plan, each at a multiple of 4096 bytes so that it can be mapped, and the vocabulary projection
+//! can lie in the raw file of the embedding table. A few threads convert and write half a megabyte
+//! at a time while another has the disk store what was written, so memory does not depend on the
+//! model. Reading is strict and bounded; what is not understood is refused by name.
 
 mod data;
 mod error;

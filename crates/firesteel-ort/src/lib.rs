@@ -5,7 +5,15 @@
 //! an [`OrtModel`] that was checked against a step contract.
 //!
 //! Every session names the CPU device itself. A session that names none is placed by a selection
-//! policy, which picks another device as soon as a plugin is registered.
+//! policy, which picks another device as soon as a plugin is registered. Sessions for checking
+//! switch graph optimizations off and say so ([`Optimization::Disabled`]). On a CPU the runtime
+//! computes f16 graphs in f32 between casts, so it cannot show that half precision overflows; the
+//! graph evaluator does.
+//!
+//! [`qnn`] has Qualcomm's compiler and its emulator, which are only ever loaded in a child process:
+//! the caller's program started again, whose hidden verb is [`qnn::serve`]. The child takes its job
+//! from a file in its working directory and is ended beyond its limits of memory and time, and what
+//! it prints is captured and explained.
 
 mod error;
 mod library;

@@ -1,10 +1,32 @@
-//! What a step costs: tables of layer times, steps composed of them, and the memory of a model.
+//! What a step costs: tables of layer times, steps composed of them, estimates, and the memory of a
+//! model.
 //!
-//! [`Table`] is a file of times of single layers on one device, the published ones of a Galaxy S25
-//! among them ([`Table::galaxy_s25`]). [`compose`] adds a step up from them and says of every part
-//! whether it was measured, interpolated or extrapolated. [`memory`] counts weights and caches,
-//! and splits a model into graphs that a Hexagon session can address. What is not known is `None`,
+//! Measured, published, imported and estimated numbers are told apart. What is not known is `None`,
 //! never 0.
+//!
+//! # From times that were measured
+//!
+//! [`Table`] is a strict file of times of single layers on one device, the published ones of a
+//! Galaxy S25 among them ([`Table::galaxy_s25`]). [`compose`] adds a step up from them and says of
+//! every part whether it was measured, interpolated or extrapolated, and of the whole whether only
+//! its time is right. [`compose_prompt`] composes prompts of layers that were measured with a
+//! chunk's tokens. [`import_report`] reads what other tools say of a run ([`OperatorTimes`],
+//! [`RunTimes`]), bounded and strict, and refuses the emulator's times.
+//!
+//! # From what a graph moves
+//!
+//! [`StepCost`] counts from a step's graph the bytes that cross the memory, those that operators
+//! move, and operations: the terms of a roofline model, which are added up here. [`fit()`] finds
+//! the device's rates for as many of them as the table's rows of one precision carry: of all sets
+//! of terms the one that predicts rows best which are left out (leave-one-out cross-validation).
+//! [`EstimatedStep`] is what follows. A [`Group`] is what a node is there for, by its tag; reports
+//! of other tools have nothing but names, by which it is guessed there.
+//!
+//! # Memory and reports
+//!
+//! [`memory`] counts weights and the contract's caches, and splits a model into graphs of at most 2
+//! GiB, which is what a Hexagon session can address. A [`Document`] is what a report plots, and
+//! [`html`] its page, without scripts or anything that is loaded.
 
 mod compose;
 mod error;

@@ -147,6 +147,15 @@ impl WeightWidth {
     }
 }
 
+/// Number formats of the values between matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ValueFormats {
+    /// That of most activations.
+    pub activations: Activations,
+    /// That of keys and values.
+    pub kv: KvFormat,
+}
+
 /// What is asked for.
 pub struct SchemeOptions<'a> {
     /// The scheme.
@@ -169,11 +178,11 @@ pub struct MatrixName<'a> {
 }
 
 impl SchemeOptions<'_> {
-    /// The keys and values of the graph.
+    /// The values of the graph.
     ///
     /// # Errors
     /// When the processor has no product of such operands.
-    pub fn kv(&self) -> Result<KvFormat, QuantizeError> {
+    pub fn formats(&self) -> Result<ValueFormats, QuantizeError> {
         let kv = self.kv.unwrap_or(self.scheme.kv());
         if self.scheme.activations() == Activations::Eight && kv == KvFormat::S16 {
             return Err(QuantizeError::Option {
@@ -186,7 +195,7 @@ impl SchemeOptions<'_> {
                 ),
             });
         }
-        Ok(kv)
+        Ok(ValueFormats { activations: self.scheme.activations(), kv })
     }
 }
 
@@ -384,7 +393,7 @@ mod tests {
             assert_eq!(scored, sixteen, "{name}: one norm-free matrix of queries and keys a layer");
             // Element types of all operators, which depend on the residual stream and the gates.
             let types = [(&named, &plans[0]), (&other, &plans[1])].map(|(step, plan)| {
-                let formats = (Scheme::W8A8.activations(), Scheme::W8A8.kv());
+                let formats = options.formats().unwrap();
                 let round = |matrix: &MatrixPlan, values: &[f32], bits| {
                     round_nearest(values, matrix.rows, matrix.columns, bits)
                 };

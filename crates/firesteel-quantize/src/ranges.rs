@@ -29,7 +29,7 @@ pub struct Ranges {
     pub tool_version: String,
     /// Files with the checkpoint's weights.
     pub checkpoint: Vec<FileHash>,
-    /// The ranges are of the model whose norms have these sizes multiplied into their gains
+    /// The ranges are of the model whose matrices have their columns divided by these sizes
     /// ([`with_columns`](crate::weights::with_columns)); empty for the model as it is.
     pub columns: ColumnSizes,
     /// What matrices are multiplied with; empty when their weights are not to be rounded for it.

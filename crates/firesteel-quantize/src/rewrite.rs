@@ -9,7 +9,7 @@ use crate::calibrate::moves;
 use crate::names::range_key;
 use crate::plan::{graphs, require_tags};
 use crate::weights::{QuantizedMatrix, WeightBits};
-use crate::{Activations, KvFormat, MatrixPlan, QuantizeError, Ranges, Rounding, WeightWidth};
+use crate::{KvFormat, MatrixPlan, QuantizeError, Ranges, Rounding, ValueFormats, WeightWidth};
 use firesteel_artifact::QuantizedWeight;
 use firesteel_export::{Dialect, ExportError, HeadGraph, StepGraphs, WideTensors, lint};
 use firesteel_graph::{Constant, Graph, Node, Op, Part, Tag, ValueId};
@@ -64,7 +64,7 @@ pub fn quantize(
     step: &StepGraphs,
     plan: &[MatrixPlan],
     ranges: RangeSource<'_>,
-    (activations, kv): (Activations, KvFormat),
+    formats: ValueFormats,
     rounding: Rounding<'_>,
 ) -> Result<Quantized, QuantizeError> {
     let spec = StepSpec { dtype: DType::F32, ..step.spec.clone() }.with_tokens(step.spec.tokens)?;
@@ -85,8 +85,8 @@ pub fn quantize(
             index,
             spec: &spec,
             ranges,
-            activations: activations.dtype(),
-            kv,
+            activations: formats.activations.dtype(),
+            kv: formats.kv,
             matrices: &matrices,
             graph: Graph::new(graph.name()),
             states: HashMap::new(),
@@ -288,9 +288,9 @@ enum State {
 type Built<T> = Result<T, QuantizeError>;
 
 /// What makes two encodings the same.
-type Key = (DType, u32, i32);
+type EncodingKey = (DType, u32, i32);
 
-fn key(encoding: Encoding) -> Key {
+fn key(encoding: Encoding) -> EncodingKey {
     (encoding.dtype, encoding.scale.to_bits(), encoding.zero_point)
 }
 
@@ -304,9 +304,9 @@ struct Rewriter<'a> {
     matrices: &'a HashMap<(usize, &'a str), Matrix>,
     graph: Graph,
     states: HashMap<ValueId, State>,
-    converted: HashMap<(ValueId, Key), ValueId>,
+    converted: HashMap<(ValueId, EncodingKey), ValueId>,
     /// Scale and zero point of each encoding.
-    parameters: HashMap<Key, (ValueId, ValueId)>,
+    parameters: HashMap<EncodingKey, (ValueId, ValueId)>,
     /// New entries of a cache, as floats, with the encoding of the cache.
     entries: HashMap<ValueId, Encoding>,
 }
@@ -836,7 +836,7 @@ mod tests {
             for (scheme, steps) in [(Scheme::W8A16, 65_535.0), (Scheme::W8A8, 255.0)] {
                 let choice = SchemeOptions { scheme, kv: None, width: &|_| None };
                 let matrices = plan(&step, &choice).unwrap();
-                let formats = (scheme.activations(), scheme.kv());
+                let formats = ValueFormats { activations: scheme.activations(), kv: scheme.kv() };
                 let rounding: Rounding<'_> = &|matrix, values, bits| {
                     round_nearest(values, matrix.rows, matrix.columns, bits)
                 };

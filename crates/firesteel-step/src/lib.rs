@@ -2,10 +2,32 @@
 //!
 //! [`StepSpec`] names every input and output with shape, element type and [`Role`]; a [`Runner`]
 //! executes steps; [`KvState`] keeps the caches between steps and is the only code that knows how
-//! ring, rolled and growing caches are filled. An [`EncodedRunner`] is one on a graph that takes and
-//! gives integers. A [`Decoder`] runs one sequence, and [`StepDecoder`] is
-//! one on any runners. A [`BatchDecoder`] runs the next tokens of many sequences in one pass, and
-//! [`TurnTaking`] is one on any decoders.
+//! ring, rolled and growing caches are filled. ARCHITECTURE.md has the contract as a table.
+//!
+//! # Caches
+//!
+//! A step is prepared, run, and committed once at most; a commit checks every output before
+//! anything is written. It can keep a part of the step's tokens, which is what speculative decoding
+//! needs. A sequence goes back to any position that the caches and the marks, copies of the sliding
+//! windows, together reach.
+//!
+//! # Sequences
+//!
+//! A [`Decoder`] is the seam to generation: a sequence whose tokens stay pending until they are
+//! kept. [`StepDecoder`] is one on any runners. A [`BatchDecoder`] runs the next tokens of many
+//! sequences in one pass, each of which is a [`Decoder`] itself, and [`TurnTaking`] is one on any
+//! decoders.
+//!
+//! # Integers
+//!
+//! An [`EncodedRunner`] is a runner on a graph whose cache inputs and new entries are integers: the
+//! one place that converts, for every runner, and the integers survive the way through floats.
+//!
+//! # Positions
+//!
+//! [`rope_tables`] makes the cosines and sines that the host hands to a step, in f64 and rounded
+//! once: rotary embeddings (Su et al., RoFormer, 2021) in the half-split form, and YaRN (Peng et
+//! al., 2023) with a static factor.
 
 mod batch;
 mod bytes;

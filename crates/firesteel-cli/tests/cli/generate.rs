@@ -715,3 +715,51 @@ fn the_sampler_is_measured() {
         assert!(talk.contains(option), "{talk}");
     }
 }
+
+/// Every verb that reads a file of a model follows the same links: none but those of the Hugging Face
+/// cache.
+#[test]
+fn a_link_is_refused_by_every_verb_or_by_none() {
+    let cache = tempfile::tempdir().unwrap();
+    let (snapshots, blobs) = (cache.path().join("snapshots"), cache.path().join("blobs"));
+    std::fs::create_dir_all(&blobs).unwrap();
+    let hash = "0123456789abcdef0123456789abcdef01234567";
+    let (model, out) = (snapshots.join("main"), cache.path().join("out"));
+    let names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+    for name in names.into_iter().chain(["chat_template.jinja", "generation_config.json"]) {
+        let source = Path::new(SPARK_TINY).join(name);
+        if !source.is_file() {
+            continue;
+        }
+        for target in [format!("../../blobs/{hash}"), "../../elsewhere".to_owned()] {
+            let _ = std::fs::remove_dir_all(&model);
+            std::fs::create_dir_all(&model).unwrap();
+            for entry in std::fs::read_dir(SPARK_TINY).unwrap() {
+                let path = entry.unwrap().path();
+                std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+            }
+            std::fs::rename(model.join(name), model.join(&target)).unwrap();
+            std::os::unix::fs::symlink(&target, model.join(name)).unwrap();
+            let path = argument(&model);
+            let write = ["--force", "--out", argument(&out)];
+            let verbs: [&[&str]; 3] = [
+                &["generate", path, "--chat", "--prompt", "a", "--max-tokens", "1"],
+                &["export", path, "--context", "8"],
+                &["quantize", "gguf", path, "--format", "f16"],
+            ];
+            for verb in verbs {
+                let _ = std::fs::remove_dir_all(&out).or_else(|_| std::fs::remove_file(&out));
+                let writes: &[&str] = if verb[0] == "generate" { &[] } else { &write };
+                let output = firesteel(&[verb, writes].concat());
+                let talk = String::from_utf8(output.stderr).unwrap();
+                if target.contains("blobs") {
+                    assert!(output.status.success(), "{name} {verb:?}: {talk}");
+                } else {
+                    assert_eq!(output.status.code(), Some(1), "{name} {verb:?}: {talk}");
+                    let said = talk.contains(name) && talk.contains("a symbolic link to");
+                    assert!(said, "{name} {verb:?}: {talk}");
+                }
+            }
+        }
+    }
+}

@@ -153,20 +153,18 @@ fn a_file_of_another_name_is_read_by_every_verb() {
     let file = folder.path().join("model.bin");
     let named = golden_path("llamacpp/spark-tiny-q4_k_m.gguf");
     std::fs::copy(&named, &file).unwrap();
-    for (named, other) in [(argument(&named), argument(&file))] {
-        let shown = |path| stdout(&["inspect", path]).replace(path, "PATH");
-        assert_eq!(shown(named), shown(other));
-        let said = |path| {
-            let options =
-                ["--prompt", "The Jargon File", "--max-tokens", "4", "--temperature", "0"];
-            stdout(&[&["generate", path], &options[..]].concat())
-        };
-        assert_eq!(said(named), said(other));
-        let memory = |path| stdout(&["profile", "memory", "--model", path]).replace(path, "PATH");
-        assert_eq!(memory(named), memory(other));
-        let step = ["--steps", "2", "--greedy", "0"];
-        stdout(&[&["check", "step", other, "--against", named], &step[..]].concat());
-    }
+    let (named, other) = (argument(&named), argument(&file));
+    let shown = |path| stdout(&["inspect", path]).replace(path, "PATH");
+    assert_eq!(shown(named), shown(other));
+    let said = |path| {
+        let options = ["--prompt", "The Jargon File", "--max-tokens", "4", "--temperature", "0"];
+        stdout(&[&["generate", path], &options[..]].concat())
+    };
+    assert_eq!(said(named), said(other));
+    let memory = |path| stdout(&["profile", "memory", "--model", path]).replace(path, "PATH");
+    assert_eq!(memory(named), memory(other));
+    let step = ["--steps", "2", "--greedy", "0"];
+    stdout(&[&["check", "step", other, "--against", named], &step[..]].concat());
 }
 
 #[test]

@@ -12,21 +12,93 @@ fn crates() -> Vec<String> {
     names
 }
 
-fn headings() -> Vec<String> {
-    let text = std::fs::read_to_string(Path::new(ROOT).join("ARCHITECTURE.md")).unwrap();
-    text.lines().filter_map(|line| line.strip_prefix("### ")).map(str::to_owned).collect()
+fn architecture() -> String {
+    std::fs::read_to_string(Path::new(ROOT).join("ARCHITECTURE.md")).unwrap()
+}
+
+/// A row of the table of crates.
+struct Entry {
+    name: String,
+    /// The other cells.
+    cells: Vec<String>,
+}
+
+/// The table of crates, in its order.
+fn entries() -> Vec<Entry> {
+    let text = architecture();
+    let rows = text.lines().filter(|line| line.starts_with("| firesteel-"));
+    let entry = |row: &str| {
+        let mut cells = row.trim_matches('|').split('|').map(|cell| cell.trim().to_owned());
+        Entry { name: cells.next().unwrap(), cells: cells.collect() }
+    };
+    rows.map(entry).collect()
 }
 
 #[test]
-fn every_crate_has_its_heading_and_no_other_is_there() {
-    let mut headings = headings();
-    headings.sort();
-    assert_eq!(headings, crates());
+fn every_crate_has_its_entry_and_no_other_is_there() {
+    let mut names: Vec<String> = entries().into_iter().map(|entry| entry.name).collect();
+    names.sort();
+    assert_eq!(names, crates());
+}
+
+/// The page is one that is read in a minute; what is longer is told in the crate.
+#[test]
+fn no_entry_has_more_than_sixty_words() {
+    for Entry { name, cells } in entries() {
+        assert_eq!(cells.len(), 3, "{name}: takes → gives, main type and file, is not");
+        let words = cells.iter().flat_map(|cell| cell.split_whitespace()).count();
+        assert!(words <= 60, "{name} has {words} words; tell it in the crate's lib.rs");
+    }
+}
+
+/// What is marked as code in a line.
+fn marked(line: &str) -> impl Iterator<Item = &str> {
+    line.split('`').skip(1).step_by(2)
+}
+
+fn is_path(word: &str) -> bool {
+    !word.contains(' ') && (word.contains('/') || word.ends_with(".rs") || word.ends_with(".md"))
+}
+
+#[test]
+fn main_types_are_in_the_files_that_are_named() {
+    for Entry { name, cells } in entries() {
+        let folder = Path::new(ROOT).join("crates").join(&name).join("src");
+        let (files, names): (Vec<&str>, Vec<&str>) =
+            marked(&cells[1]).partition(|word| is_path(word));
+        assert!(!files.is_empty() && !names.is_empty(), "{name} has no main type and file");
+        let read = |file: &&str| {
+            let file = folder.join(file);
+            std::fs::read_to_string(&file).unwrap_or_else(|_| panic!("no {}", file.display()))
+        };
+        let text: String = files.iter().map(read).collect();
+        for item in names {
+            let kinds = ["struct", "enum", "trait", "fn"];
+            let defined = |kind: &str| {
+                let start = format!("{kind} {item}");
+                let mut rests = text.split(&start).skip(1);
+                rests.any(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
+            };
+            assert!(kinds.into_iter().any(defined), "{name}: no {item} in {files:?}");
+        }
+    }
+}
+
+#[test]
+fn the_page_names_only_files_that_are_there() {
+    let text = architecture();
+    let is_entry = |line: &&str| line.starts_with("| firesteel-");
+    let words = text.lines().filter(|line| !is_entry(line)).flat_map(marked);
+    for path in words.filter(|word| is_path(word)) {
+        let root = Path::new(ROOT);
+        let there = root.join(path).exists() || root.join("crates").join(path).exists();
+        assert!(there, "ARCHITECTURE.md names {path}, which is not there");
+    }
 }
 
 #[test]
 fn crates_depend_only_on_crates_above_them() {
-    let order = headings();
+    let order: Vec<String> = entries().into_iter().map(|entry| entry.name).collect();
     for name in crates() {
         let manifest = Path::new(ROOT).join("crates").join(&name).join("Cargo.toml");
         let text = std::fs::read_to_string(manifest).unwrap();

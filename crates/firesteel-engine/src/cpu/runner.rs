@@ -99,7 +99,7 @@ struct Step<'a> {
 struct Kind<'a> {
     cos: Cow<'a, [f32]>,
     sin: Cow<'a, [f32]>,
-    sight: Sight,
+    ranges: VisibleRanges,
 }
 
 impl<'a> Kind<'a> {
@@ -114,7 +114,7 @@ impl<'a> Kind<'a> {
         Ok(Some(Self {
             cos: input(spec, inputs, Role::Cos(kind))?,
             sin: input(spec, inputs, Role::Sin(kind))?,
-            sight: Sight::read(spec, layer, &mask)?,
+            ranges: VisibleRanges::read(spec, layer, &mask)?,
         }))
     }
 }
@@ -185,16 +185,16 @@ impl Part for Step<'_> {
     fn segments(&self, _: usize) -> Result<Vec<Segment<'_>>, EngineError> {
         let Some(layer) = &self.layer else { return Ok(Vec::new()) };
         let kind = layer.spec.kind;
-        let Kind { sight, .. } =
+        let Kind { ranges, .. } =
             self.kind(kind).ok_or(EngineError::Missing { role: Role::Mask(kind) })?;
         let tokens = self.spec.tokens;
         Ok(vec![
             Segment {
                 keys: KvRows::F32(&layer.cached_keys),
                 values: KvRows::F32(&layer.cached_values),
-                entries: sight.cached.len(),
+                entries: ranges.cached.len(),
                 capacity: layer.spec.cache_length,
-                positions: Positions::Each(&sight.cached),
+                positions: Positions::Each(&ranges.cached),
             },
             Segment {
                 keys: KvRows::F32(&layer.keys),
@@ -207,7 +207,7 @@ impl Part for Step<'_> {
     }
 
     fn visible(&self, kind: LayerKind) -> &[Range<usize>] {
-        self.kind(kind).map_or(&[], |kind| &kind.sight.visible)
+        self.kind(kind).map_or(&[], |kind| &kind.ranges.visible)
     }
 }
 
@@ -230,17 +230,17 @@ fn returned(layer: LayerSpec, width: usize, cached: &[f32], new: Vec<f32>) -> Ve
 
 /// What the tokens of a step see, as positions: cached entry i has `cached[i]`, the step's token j
 /// has T + j, and token t sees `visible[t]`.
-struct Sight {
+struct VisibleRanges {
     /// Up to the last entry that any token sees; usize::MAX for those that none sees.
     cached: Vec<usize>,
     visible: Vec<Range<usize>>,
 }
 
-impl Sight {
+impl VisibleRanges {
     /// Reads a mask of T rows, each over the kept cache entries and the T new ones.
     ///
     /// An entry is placed at the last token that sees it, and token t sees from t on: that is
-    /// every mask in which tokens lose sight of the cache and never regain it, which a causal mask
+    /// every mask in which tokens lose ranges of the cache and never regain it, which a causal mask
     /// with or without a window is.
     fn read(spec: &StepSpec, layer: &LayerSpec, mask: &[f32]) -> Result<Self, EngineError> {
         let (tokens, dropped) = (spec.tokens, spec.dropped_entries(layer));

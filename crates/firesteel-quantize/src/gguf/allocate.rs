@@ -1,9 +1,10 @@
-//! Which matrices get more bits, if only so many are to be had.
+//! Greedy bit allocation over the block types: which matrices get more bits, if only so many are to
+//! be had.
 
 use super::blocks::can_quantize;
 use super::{Buffers, GgufOptions, Planned, SquareError, planned};
 use crate::QuantizeError;
-use crate::climb::{Goal, Rung, climb};
+use crate::greedy::{Goal, Rung, greedy};
 use firesteel_checkpoint::{Checkpoint, Half, Head, SlotKind, WeightFormat};
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -86,7 +87,7 @@ pub fn allocate(
     let counted: f64 =
         ladders.iter().filter_map(|ladder| ladder.rungs.first()).map(|r| r.cost).sum();
     let rungs: Vec<Vec<Rung>> = ladders.iter().map(|ladder| ladder.rungs.clone()).collect();
-    let at = climb(&rungs, Goal::Cost(budget - (bytes as f64 - counted)));
+    let at = greedy(&rungs, Goal::Cost(budget - (bytes as f64 - counted)));
     Ok(ladders.into_iter().zip(at).filter_map(|(ladder, at)| ladder.raised(at)).collect())
 }
 

@@ -210,7 +210,7 @@ pub fn quantize_step<'a>(
             .or_else(|| known.raised.contains(name.weight).then_some(WeightWidth::Eight))
     };
     let options = SchemeOptions { scheme, kv: wanted.kv, width: &width };
-    let kv = options.kv()?;
+    let formats = options.formats()?;
     let plan = plan(&float, &options)?;
     if let WeightSource::Artifact(artifact) = wanted.weights {
         let narrow = |width| matches!(width, WeightWidth::Four | WeightWidth::Eight);
@@ -232,7 +232,7 @@ pub fn quantize_step<'a>(
         }
     };
     let source = ranges.map_or(RangeSource::Uncalibrated, RangeSource::Calibrated);
-    let quantized = quantize(&float, &plan, source, (scheme.activations(), kv), &rounding)?;
+    let quantized = quantize(&float, &plan, source, formats, &rounding)?;
     // The bits are those of the whole model, of which a slice may have the larger part.
     let whole = export.layers == (0..config.num_layers()) && export.logits != Logits::Hidden;
     if let Some(Budget::Bits(most)) = wanted.budget
@@ -251,7 +251,7 @@ pub fn quantize_step<'a>(
     let texts = ranges.iter().flat_map(|ranges| &ranges.texts);
     let report = GraphReport {
         scheme: scheme.to_string(),
-        kv: kv.to_string(),
+        kv: formats.kv.to_string(),
         calibrated: ranges.is_some(),
         calibration_texts: texts.map(|text| text.name.clone()).collect(),
         bits_per_weight: quantized.bits_per_weight,

@@ -14,12 +14,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Share of the errors before a matrix that it makes up for: what it learns from a text about them
-/// does not all hold for other texts.
-const SHARE: f64 = 0.5;
+/// Share of the errors before a matrix that it makes up for (1 in GPTAQ): what it learns from a text
+/// about them does not all hold for other texts.
+const COMPENSATED_SHARE: f64 = 0.5;
 
 /// Rows of a matrix that are changed together.
-const TOGETHER: usize = 128;
+const ROWS_TOGETHER: usize = 128;
 
 /// The text on its way through the model: the residual stream `[T, H]` of the floats and of the
 /// integers.
@@ -112,7 +112,7 @@ pub(super) fn round(
             reason: format!("the model has no layer {layer}"),
         })?;
         if layer < options.layers.start {
-            streams.float = inputs(model, layer, &streams.float, texts, &[])?.0;
+            streams.float = run_layer(model, layer, &streams.float, texts, &[])?.after;
             continue;
         }
         if layer == options.layers.start {
@@ -122,59 +122,81 @@ pub(super) fn round(
         let stages: Vec<Vec<&Weight>> = weights.groups().into_iter().filter(wide).collect();
         let names: Vec<&str> =
             stages.iter().filter_map(|group| group.first()).map(|weight| weight.name()).collect();
-        let (after, wanted) = inputs(model, layer, &streams.float, texts, &names)?;
+        let float = run_layer(model, layer, &streams.float, texts, &names)?;
         for (stage, name) in stages.iter().zip(&names) {
             if !options.follow {
-                if let Some(met) = wanted.get(*name) {
-                    quantize(model, stage, (None, met), width, &mut matrices, done)?;
+                if let Some(quantized) = float.inputs.get(*name) {
+                    let inputs = StageInputs { float: None, quantized };
+                    quantize(model, stage, inputs, width, &mut matrices, done)?;
                 }
                 continue;
             }
-            let (_, met) = inputs(&changed, layer, &streams.quantized, texts, &[name])?;
-            let (Some(wanted), Some(met)) = (wanted.get(*name), met.get(*name)) else { continue };
-            changed = quantize(&changed, stage, (Some(wanted), met), width, &mut matrices, done)?;
+            let behind = run_layer(&changed, layer, &streams.quantized, texts, &[name])?;
+            let both = (float.inputs.get(*name), behind.inputs.get(*name));
+            let (Some(float), Some(quantized)) = both else { continue };
+            let inputs = StageInputs { float: Some(float), quantized };
+            changed = quantize(&changed, stage, inputs, width, &mut matrices, done)?;
         }
         if options.follow {
-            streams.quantized = inputs(&changed, layer, &streams.quantized, texts, &[])?.0;
+            let behind = run_layer(&changed, layer, &streams.quantized, texts, &[])?;
+            streams.quantized = behind.after;
         }
-        streams.float = after;
+        streams.float = float.after;
     }
     if options.head {
         let head = &[model.head_weight()];
-        let wanted = normed(model, &streams.float, texts)?;
+        let float = normed(model, &streams.float, texts)?;
         match options.follow {
-            false => quantize(model, head, (None, &wanted), width, &mut matrices, done)?,
+            false => {
+                let inputs = StageInputs { float: None, quantized: &float };
+                quantize(model, head, inputs, width, &mut matrices, done)?
+            }
             true => {
-                let met = normed(model, &streams.quantized, texts)?;
-                quantize(&changed, head, (Some(&wanted), &met), width, &mut matrices, done)?
+                let quantized = normed(model, &streams.quantized, texts)?;
+                let inputs = StageInputs { float: Some(&float), quantized: &quantized };
+                quantize(&changed, head, inputs, width, &mut matrices, done)?
             }
         };
     }
     Ok(matrices)
 }
 
-/// What the matrices `names` are multiplied with, `[T, K]`.
-type Met = HashMap<String, Vec<f32>>;
+/// A layer that was run over the texts.
+struct LayerRun {
+    /// The residual stream after it, `[T, H]`.
+    after: Vec<f32>,
+    /// What some of its matrices are multiplied with, weighed, `[T, K]`, by the name of the matrix.
+    inputs: HashMap<String, Vec<f32>>,
+}
 
-/// The residual stream after a layer, and what some of its matrices meet, weighed.
-fn inputs(
+/// What the matrices of a stage are multiplied with, `[T, K]`.
+#[derive(Clone, Copy)]
+struct StageInputs<'a> {
+    /// Behind floats, where the difference is made up for.
+    float: Option<&'a [f32]>,
+    /// Behind what is rounded already.
+    quantized: &'a [f32],
+}
+
+/// Runs a layer over the texts and watches the matrices `names`.
+fn run_layer(
     model: &Arc<Checkpoint>,
     layer: usize,
     hidden: &[f32],
     texts: Texts<'_>,
     names: &[&str],
-) -> Result<(Vec<f32>, Met), EngineError> {
-    let mut met = Met::new();
-    let mut watch = |weight: &Weight, inputs: &[f64]| {
+) -> Result<LayerRun, EngineError> {
+    let mut inputs = HashMap::<String, Vec<f32>>::new();
+    let mut watch = |weight: &Weight, rows: &[f64]| {
         if names.contains(&weight.name()) {
-            let all = met.entry(weight.name().to_owned()).or_default();
-            all.extend(inputs.iter().map(|value| *value as f32));
+            let all = inputs.entry(weight.name().to_owned()).or_default();
+            all.extend(rows.iter().map(|value| *value as f32));
         }
     };
     let lengths: Vec<usize> = texts.texts.iter().map(|text| text.len()).collect();
     let after = Calibration::run_layer(model, layer, hidden, &lengths, &mut watch)?;
-    met.values_mut().for_each(|inputs| texts.weigh(inputs));
-    Ok((after, met))
+    inputs.values_mut().for_each(|rows| texts.weigh(rows));
+    Ok(LayerRun { after, inputs })
 }
 
 /// What the head meets, weighed.
@@ -192,12 +214,12 @@ fn normed(model: &Checkpoint, stream: &[f32], texts: Texts<'_>) -> Result<Vec<f3
     Ok(normed)
 }
 
-/// Rounds the matrices of a stage, which meet `met`, into `matrices`; returns the model that has
-/// them. Where it is known, they make up for what is lost of the inputs `wanted`.
+/// Rounds the matrices of a stage for their inputs into `matrices`; returns the model that has them.
+/// Where the inputs behind floats are known, they make up for a part of what is lost of them.
 fn quantize(
     model: &Checkpoint,
     stage: &[&Weight],
-    (wanted, met): (Option<&[f32]>, &[f32]),
+    inputs: StageInputs<'_>,
     width: &dyn Fn(&str) -> Option<WeightBits>,
     matrices: &mut BTreeMap<String, QuantizedMatrix>,
     done: &mut Done<'_>,
@@ -205,15 +227,15 @@ fn quantize(
     let columns = stage.first().and_then(|weight| weight.shape().last()).copied();
     let columns = columns.unwrap_or_default();
     let mut gram = Gram::new(columns)?;
-    gram.observe(met)?;
+    gram.observe(inputs.quantized)?;
     let error = OutputError::of_gram(&gram)?;
-    let lost = wanted.map(|wanted| cross(wanted, met, columns));
+    let lost = inputs.float.map(|float| cross(float, inputs.quantized, columns));
     let mut changed = Vec::with_capacity(stage.len());
     for weight in stage {
         let Some(bits) = width(weight.name()) else { continue };
         let (rows, _, mut values) = read(weight)?;
         if let Some(lost) = &lost {
-            values.par_chunks_mut(TOGETHER * columns.max(1)).for_each(|block| {
+            values.par_chunks_mut(ROWS_TOGETHER * columns.max(1)).for_each(|block| {
                 // What the rows lose of the products of their outputs with the inputs.
                 let shape = (block.len() / columns.max(1), columns);
                 let weights = Array2::from_shape_fn(shape, |(row, column)| {
@@ -222,7 +244,7 @@ fn quantize(
                 let mut change = weights.dot(lost);
                 error.solve(&mut change);
                 for (weight, change) in block.iter_mut().zip(&change) {
-                    *weight += (SHARE * change) as f32;
+                    *weight += (COMPENSATED_SHARE * change) as f32;
                 }
             });
         }
@@ -234,20 +256,20 @@ fn quantize(
     Ok(Arc::new(model.with_weights(changed)?))
 }
 
-/// Σ (w − m)ᵀ m over the rows w of `wanted` and m of `met`, `[columns, columns]`.
-fn cross(wanted: &[f32], met: &[f32], columns: usize) -> Array2<f64> {
-    let rows = met.len() / columns.max(1);
+/// Σ (f − q)ᵀ q over the rows f of `float` and q of `quantized`, `[columns, columns]`.
+fn cross(float: &[f32], quantized: &[f32], columns: usize) -> Array2<f64> {
+    let rows = quantized.len() / columns.max(1);
     let widened = |values: &[f32], first: usize, count: usize| {
         Array2::from_shape_fn((rows, count), |(row, column)| {
             values.get(row * columns + first + column).copied().map_or(0.0, f64::from)
         })
     };
-    let all = widened(met, 0, columns);
+    let all = widened(quantized, 0, columns);
     let mut sums = Array2::zeros((columns, columns));
-    sums.axis_chunks_iter_mut(Axis(0), TOGETHER).into_par_iter().enumerate().for_each(
+    sums.axis_chunks_iter_mut(Axis(0), ROWS_TOGETHER).into_par_iter().enumerate().for_each(
         |(index, mut sums)| {
-            let (first, count) = (index * TOGETHER, sums.nrows());
-            let lost = widened(wanted, first, count) - widened(met, first, count);
+            let (first, count) = (index * ROWS_TOGETHER, sums.nrows());
+            let lost = widened(float, first, count) - widened(quantized, first, count);
             sums.assign(&lost.t().dot(&all));
         },
     );

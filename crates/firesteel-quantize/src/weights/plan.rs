@@ -1,5 +1,5 @@
 use super::{WeightBits, WeightError};
-use crate::climb::{Goal, Rung, climb};
+use crate::greedy::{Goal, Rung, greedy};
 use std::collections::HashMap;
 
 /// Bits of a row's scale.
@@ -64,7 +64,7 @@ pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
         Budget::Bits(bits) => Goal::Cost(bits * all * TOLERANCE),
         Budget::Decibels(decibels) => Goal::Harm(10f64.powf(-decibels / 10.0)),
     };
-    let at = climb(&ladders, goal);
+    let at = greedy(&ladders, goal);
     let chosen = || ladders.iter().zip(&at).filter_map(|(rungs, at)| rungs.get(*at));
     let bits = chosen().map(|rung| rung.cost).sum::<f64>() / all;
     let harm: f64 = chosen().map(|rung| rung.harm).sum();

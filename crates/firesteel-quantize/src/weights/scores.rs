@@ -21,14 +21,14 @@ const ISOTROPIC: f64 = 0.02;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ScoreRows {
     /// Heads of queries, whose rows come first.
-    heads: usize,
+    query_heads: usize,
     /// Heads of keys, whose rows come next, and of values.
-    pairs: usize,
+    kv_heads: usize,
     /// Rows of a head.
-    width: usize,
+    head_dim: usize,
     rope: Option<Rope>,
     /// Largest distance of a query and a key.
-    span: usize,
+    max_distance: usize,
 }
 
 impl ScoreRows {
@@ -47,10 +47,14 @@ impl ScoreRows {
         }
         let kind = *config.layer_types.get(index)?;
         let window = config.sliding_window.filter(|_| kind == LayerKind::Sliding);
-        let (heads, pairs) = (config.num_attention_heads, config.num_key_value_heads);
         let rope = config.rope(kind);
-        let span = window.unwrap_or(FARTHEST);
-        Some(Self { heads, pairs, width: config.head_dim, rope, span })
+        Some(Self {
+            query_heads: config.num_attention_heads,
+            kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            rope,
+            max_distance: window.unwrap_or(FARTHEST),
+        })
     }
 
     /// Those of the matrix of a node of a graph of `spec`; `None` when it is not the one of queries,
@@ -66,45 +70,46 @@ impl ScoreRows {
             LayerKind::Full => (spec.rope_full, None),
         };
         Some(Self {
-            heads: spec.num_attention_heads,
-            pairs: spec.num_key_value_heads,
-            width: spec.head_dim,
+            query_heads: spec.num_attention_heads,
+            kv_heads: spec.num_key_value_heads,
+            head_dim: spec.head_dim,
             rope,
-            span: window.unwrap_or(FARTHEST),
+            max_distance: window.unwrap_or(FARTHEST),
         })
     }
 
     fn rows(&self) -> usize {
-        (self.heads + 2 * self.pairs) * self.width
+        (self.query_heads + 2 * self.kv_heads) * self.head_dim
     }
 
     /// Query heads that share a head of keys.
     fn group(&self) -> usize {
-        (self.heads / self.pairs.max(1)).max(1)
+        (self.query_heads / self.kv_heads.max(1)).max(1)
     }
 
     /// The mean of R Q Rᵀ over the rotations R by which a query and a key are apart: what an error
     /// in the dimensions of one of them does to the score when the products of the other's are
     /// `met`.
-    fn averaged(&self, met: &Array2<f64>, forwards: bool) -> Array2<f64> {
+    fn averaged_over_rotations(&self, met: &Array2<f64>, forwards: bool) -> Array2<f64> {
         let Some(rope) = self.rope else { return met.clone() };
         let half = rope.dims / 2;
         let frequencies = rope_frequencies(rope);
         let mut mean = Array2::<f64>::zeros(met.dim());
         for index in 0..DISTANCES {
             // The golden ratio spreads them without a period.
-            let distance = (index as f64 * 0.618_033_988_749_894_9).fract() * self.span as f64;
+            let distance =
+                (index as f64 * 0.618_033_988_749_894_9).fract() * self.max_distance as f64;
             let sign = if forwards { 1.0 } else { -1.0 };
             let mut turned = met.clone();
             for (pair, frequency) in frequencies.iter().enumerate() {
                 let angle = sign * distance * frequency;
                 let (sin, cos) = angle.sin_cos();
                 let (a, b) = (pair, pair + half);
-                for i in 0..self.width {
+                for i in 0..self.head_dim {
                     let (x, y) = (turned[[a, i]], turned[[b, i]]);
                     (turned[[a, i]], turned[[b, i]]) = (x * cos - y * sin, y * cos + x * sin);
                 }
-                for i in 0..self.width {
+                for i in 0..self.head_dim {
                     let (x, y) = (turned[[i, a]], turned[[i, b]]);
                     (turned[[i, a]], turned[[i, b]]) = (x * cos - y * sin, y * cos + x * sin);
                 }
@@ -152,30 +157,30 @@ pub fn round_for_scores(
         return Err(WeightError::Columns { columns, measured: error.columns() });
     }
     let of_rows = |rows: Range<usize>| &values[rows.start * columns..rows.end * columns];
-    let head = |index: usize| index * scores.width..(index + 1) * scores.width;
-    let products: Vec<Array2<f64>> = (0..scores.heads + scores.pairs)
+    let head = |index: usize| index * scores.head_dim..(index + 1) * scores.head_dim;
+    let products: Vec<Array2<f64>> = (0..scores.query_heads + scores.kv_heads)
         .into_par_iter()
         .map(|index| {
             let rows = of_rows(head(index));
-            error.products(&Array2::from_shape_fn((scores.width, columns), |(row, column)| {
+            error.products(&Array2::from_shape_fn((scores.head_dim, columns), |(row, column)| {
                 f64::from(rows[row * columns + column])
             }))
         })
         .collect();
     let group = scores.group();
-    let blocks: Vec<Vec<Row>> = (0..scores.heads + scores.pairs)
+    let blocks: Vec<Vec<Row>> = (0..scores.query_heads + scores.kv_heads)
         .into_par_iter()
         .map(|index| {
-            let met = match index.checked_sub(scores.heads) {
-                None => products[scores.heads + index / group].clone(),
+            let met = match index.checked_sub(scores.query_heads) {
+                None => products[scores.query_heads + index / group].clone(),
                 Some(pair) => {
-                    let mut sum = Array2::zeros((scores.width, scores.width));
+                    let mut sum = Array2::zeros((scores.head_dim, scores.head_dim));
                     products[pair * group..(pair + 1) * group].iter().for_each(|of| sum += of);
                     sum
                 }
             };
-            let mut met = scores.averaged(&met, index >= scores.heads);
-            let mean = met.diag().sum() / scores.width as f64;
+            let mut met = scores.averaged_over_rotations(&met, index >= scores.query_heads);
+            let mean = met.diag().sum() / scores.head_dim as f64;
             met.diag_mut().iter_mut().for_each(|value| *value += ISOTROPIC * mean);
             let rows = of_rows(head(index));
             match mean > 0.0 && mean.is_finite() {
@@ -183,17 +188,17 @@ pub fn round_for_scores(
                     let sums = met.diag().to_vec();
                     let dimensions = Full::new(&sums, mean, &|i, j| met[[i, j]])?;
                     // By themselves rows can have scales that suit them better.
-                    let both = together(rows, error, &dimensions, bits);
+                    let both = round_head_rows(rows, error, &dimensions, bits);
                     let apart = round_rows(rows, bits, error);
                     let [of_both, of_apart] =
-                        [&both, &apart].map(|made| lost(rows, made, error, &dimensions));
+                        [&both, &apart].map(|made| score_error(rows, made, error, &dimensions));
                     Ok(if of_both <= of_apart { both } else { apart })
                 }
                 false => Ok(round_rows(rows, bits, error)),
             }
         })
         .collect::<Result<_, WeightError>>()?;
-    let first = (scores.heads + scores.pairs) * scores.width;
+    let first = (scores.query_heads + scores.kv_heads) * scores.head_dim;
     let others = of_rows(first..rows)
         .par_chunks(TOGETHER.saturating_mul(columns).max(1))
         .map(|block| round_rows(block, bits, error));
@@ -202,7 +207,7 @@ pub fn round_for_scores(
 }
 
 /// The error of scores that `rows` in the place of `values` make, up to a factor.
-fn lost(values: &[f32], rows: &[Row], error: &OutputError, dimensions: &Full) -> f64 {
+fn score_error(values: &[f32], rows: &[Row], error: &OutputError, dimensions: &Full) -> f64 {
     let columns = error.columns();
     let off = Array2::from_shape_fn((rows.len(), columns), |(row, column)| {
         let rounded = f64::from(rows[row].codes[column]) * f64::from(rows[row].scale);
@@ -214,7 +219,12 @@ fn lost(values: &[f32], rows: &[Row], error: &OutputError, dimensions: &Full) ->
 }
 
 /// Rounds rows whose errors meet as `dimensions` says.
-fn together(values: &[f32], error: &OutputError, dimensions: &Full, bits: WeightBits) -> Vec<Row> {
+fn round_head_rows(
+    values: &[f32],
+    error: &OutputError,
+    dimensions: &Full,
+    bits: WeightBits,
+) -> Vec<Row> {
     let columns = error.columns();
     let rows = dimensions.order.len();
     let (order, sums, full): (Vec<usize>, Vec<f64>, _) = match &error.form {
@@ -305,8 +315,13 @@ mod tests {
     use super::super::numbers;
     use super::*;
 
-    const SCORES: ScoreRows =
-        ScoreRows { heads: 4, pairs: 2, width: 48, rope: Some(Rope::plain(1e4, 8)), span: 64 };
+    const SCORES: ScoreRows = ScoreRows {
+        query_heads: 4,
+        kv_heads: 2,
+        head_dim: 48,
+        rope: Some(Rope::plain(1e4, 8)),
+        max_distance: 64,
+    };
     const COLUMNS: usize = 192;
 
     /// What columns meet: a few of them far more than the others.
@@ -316,7 +331,8 @@ mod tests {
 
     /// Queries or keys of a head for `inputs`, turned by `distance`.
     fn head(values: &[f32], index: usize, inputs: &[f32], distance: f64) -> Vec<f64> {
-        let rows = values[index * SCORES.width * COLUMNS..].chunks(COLUMNS).take(SCORES.width);
+        let rows =
+            values[index * SCORES.head_dim * COLUMNS..].chunks(COLUMNS).take(SCORES.head_dim);
         let product = |row: &[f32]| -> f64 {
             row.iter().zip(inputs).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum()
         };
@@ -333,7 +349,7 @@ mod tests {
     }
 
     /// Σ of the squared errors of scores on inputs of the kind that was met.
-    fn lost(values: &[f32], rounded: &[f32]) -> f64 {
+    fn error_of_scores(values: &[f32], rounded: &[f32]) -> f64 {
         let sizes: Vec<f32> = met().iter().map(|met| met.sqrt()).collect();
         let noise = numbers(48 * COLUMNS, 900);
         let tokens: Vec<Vec<f32>> = noise
@@ -341,8 +357,8 @@ mod tests {
             .map(|noise| noise.iter().zip(&sizes).map(|(noise, size)| noise * size).collect())
             .collect();
         let mut sum = 0.0;
-        for index in 0..SCORES.heads {
-            let pair = SCORES.heads + index / SCORES.group();
+        for index in 0..SCORES.query_heads {
+            let pair = SCORES.query_heads + index / SCORES.group();
             for (m, query) in tokens.iter().enumerate() {
                 for (n, key) in tokens.iter().enumerate().take(m) {
                     let distance = (m - n) as f64 * 1.3;
@@ -367,10 +383,11 @@ mod tests {
             let both = round_for_scores(&values, COLUMNS, bits, &error, &SCORES).unwrap();
             let [least, largest] = bits.codes();
             assert!(both.codes.iter().all(|code| (least..=largest).contains(code)));
-            let [alone_lost, both_lost] = [&alone, &both].map(|m| lost(&values, &m.values()));
+            let [alone_lost, both_lost] =
+                [&alone, &both].map(|m| error_of_scores(&values, &m.values()));
             assert!(both_lost < 0.8 * alone_lost, "{bits:?}: {both_lost} {alone_lost}");
             // Values are rounded as ever.
-            let first = (SCORES.heads + SCORES.pairs) * SCORES.width;
+            let first = (SCORES.query_heads + SCORES.kv_heads) * SCORES.head_dim;
             assert_eq!(both.scales[first..], alone.scales[first..]);
             assert_eq!(both.codes[first * COLUMNS..], alone.codes[first * COLUMNS..]);
             let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
@@ -384,9 +401,9 @@ mod tests {
 
     #[test]
     fn what_is_met_is_averaged_over_distances() {
-        let scores = ScoreRows { width: 16, ..SCORES };
+        let scores = ScoreRows { head_dim: 16, ..SCORES };
         let products = Array2::from_shape_fn((16, 16), |(i, j)| if i == j { 2.0 } else { 1.0 });
-        let mean = scores.averaged(&products, true);
+        let mean = scores.averaged_over_rotations(&products, true);
         // What turns fast loses its direction, what does not turn keeps it.
         assert!(mean[[0, 8]].abs() < 0.1, "{}", mean[[0, 8]]);
         assert!((mean[[8, 9]] - 1.0).abs() < 1e-9 && (mean[[15, 15]] - 2.0).abs() < 1e-9);
@@ -397,6 +414,6 @@ mod tests {
             }
         }
         let none = ScoreRows { rope: None, ..scores };
-        assert_eq!(none.averaged(&products, false), products);
+        assert_eq!(none.averaged_over_rotations(&products, false), products);
     }
 }

@@ -17,7 +17,9 @@ use firesteel_graph::Part;
 use firesteel_model::ModelShape;
 use firesteel_ort::qnn::{Performance, Soc};
 use firesteel_quantize::weights::round_nearest;
-use firesteel_quantize::{KvFormat, RangeSource, Scheme, SchemeOptions, plan, quantize};
+use firesteel_quantize::{
+    KvFormat, RangeSource, Scheme, SchemeOptions, ValueFormats, plan, quantize,
+};
 use firesteel_step::{CacheLayoutChoice, Logits};
 use firesteel_tensor::DType;
 use serde::Serialize;
@@ -282,7 +284,7 @@ fn integers(
     let scheme = Scheme::W8A16;
     let step = build(checkpoint, options)?;
     let matrices = plan(&step, &SchemeOptions { scheme, kv: Some(kv), width: &|_| None })?;
-    let formats = (scheme.activations(), kv);
+    let formats = ValueFormats { activations: scheme.activations(), kv };
     let quantized =
         quantize(&step, &matrices, RangeSource::Uncalibrated, formats, &|matrix, values, bits| {
             round_nearest(values, matrix.rows, matrix.columns, bits)

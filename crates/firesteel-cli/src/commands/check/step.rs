@@ -96,7 +96,7 @@ pub(crate) struct CheckArgs {
 }
 
 impl Default for CheckArgs {
-    /// What an empty command line gives, so that `export --check` and `check` cannot differ.
+    /// What an empty command line gives, so that `export --check` and `check step` cannot differ.
     fn default() -> Self {
         #[derive(Parser)]
         struct Alone {

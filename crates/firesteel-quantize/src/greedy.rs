@@ -1,4 +1,5 @@
-//! Which of several things are made larger, if only so much is to be had.
+//! Greedy bit allocation by marginal return (Shoham and Gersho, 1988): which of several things are made
+//! larger, if only so much is to be had.
 
 /// A size that a thing can have.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -20,7 +21,7 @@ pub(crate) enum Goal {
 
 /// Chooses a rung of each ladder; each ladder begins with what a thing has at least. Step by step
 /// what gains most for its cost is raised. Equal ladders give equal choices.
-pub(crate) fn climb(ladders: &[Vec<Rung>], goal: Goal) -> Vec<usize> {
+pub(crate) fn greedy(ladders: &[Vec<Rung>], goal: Goal) -> Vec<usize> {
     let start = vec![0; ladders.len()];
     let limit = match goal {
         Goal::Cost(limit) => limit,
@@ -130,8 +131,8 @@ mod tests {
             (Goal::Harm(0.0), [2, 1, 0]),
         ];
         for (goal, expected) in cases {
-            assert_eq!(climb(&ladders, goal), expected, "{goal:?}");
+            assert_eq!(greedy(&ladders, goal), expected, "{goal:?}");
         }
-        assert!(climb(&[], Goal::Cost(1.0)).is_empty());
+        assert!(greedy(&[], Goal::Cost(1.0)).is_empty());
     }
 }
