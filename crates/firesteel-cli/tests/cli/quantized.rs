@@ -165,7 +165,7 @@ fn mixed_widths_lose_no_more_than_those_of_llama_cpp() {
     let options = ["--scheme", "mixed", "--bits", "5.27", "--context", "256", "--embedding"];
     let text = ["--text", CALIBRATION, CALIBRATION_CHATS, "--text-tokens", "6144"];
     let report = quantize_with(&ranges, &out, &[&options[..], &text].concat());
-    assert!(number(&report, "/rounding_tokens") > 5e3 && report["measured_db"].is_null());
+    assert!(number(&report, "/rounding_tokens") > 4e3 && report["measured_db"].is_null());
     assert!(report["predicted_db"].is_null(), "{report}");
     let bits = number(&report, "/bits_per_weight");
     assert!((5.0..=5.27).contains(&bits), "{bits}");
