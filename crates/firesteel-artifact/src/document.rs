@@ -8,7 +8,7 @@ use std::path::Path;
 /// A kind of JSON file that this program writes and reads back: what it says it is in `format`, and
 /// the `format_version` that is read.
 #[derive(Debug, Clone, Copy)]
-pub struct Document {
+pub struct JsonFormat {
     /// The value of `format`.
     pub format: &'static str,
     /// The value of `format_version`.
@@ -27,7 +27,7 @@ struct Head {
     format_version: Option<u32>,
 }
 
-impl Document {
+impl JsonFormat {
     /// Whether `file` says that it is of this kind, of any version.
     pub fn is(&self, file: &Path) -> bool {
         let head = self.text(file).ok().and_then(|text| serde_json::from_slice(&text).ok());

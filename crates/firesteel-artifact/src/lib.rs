@@ -15,7 +15,7 @@ mod manifest;
 mod open;
 mod sharded;
 
-pub use document::Document;
+pub use document::JsonFormat;
 pub use evaluator::EvaluatorRunner;
 pub use export::{Draft, ExportRequest, Write, checkpoint_hashes, export, write_artifact};
 pub use manifest::{

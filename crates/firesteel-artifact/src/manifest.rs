@@ -1,4 +1,4 @@
-use crate::{ArtifactError, Document};
+use crate::{ArtifactError, JsonFormat};
 use firesteel_checkpoint::LayerKind;
 use firesteel_export::{ExportOptions, WideTensors};
 use firesteel_graph::{Graph, Tag};
@@ -17,7 +17,7 @@ pub const MANIFEST: &str = "manifest.json";
 pub const FORMAT_VERSION: u32 = 2;
 
 /// How it is read.
-const DOCUMENT: Document = Document {
+const DOCUMENT: JsonFormat = JsonFormat {
     format: "firesteel-artifact",
     version: FORMAT_VERSION,
     limit: 64 << 20,

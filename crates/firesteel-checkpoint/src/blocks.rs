@@ -103,7 +103,7 @@ impl fmt::Display for WeightFormat {
 }
 
 /// One block as it lies in a file.
-pub trait Block: Pod {
+pub trait BlockLayout: Pod {
     /// Elements of a block.
     const ELEMENTS: usize;
     /// Writes the values of the `ELEMENTS` elements.
@@ -139,7 +139,7 @@ pub fn dequantize(
     }
 }
 
-fn dequantize_as<B: Block>(
+fn dequantize_as<B: BlockLayout>(
     bytes: &[u8],
     first: usize,
     mut out: &mut [f32],
@@ -186,7 +186,7 @@ pub struct BlockQ4_0 {
     pub nibbles: [u8; 16],
 }
 
-impl Block for BlockQ4_0 {
+impl BlockLayout for BlockQ4_0 {
     const ELEMENTS: usize = 32;
 
     fn read(&self, values: &mut [f32]) {
@@ -207,7 +207,7 @@ pub(crate) struct BlockQ4_1 {
     nibbles: [u8; 16],
 }
 
-impl Block for BlockQ4_1 {
+impl BlockLayout for BlockQ4_1 {
     const ELEMENTS: usize = 32;
 
     fn read(&self, values: &mut [f32]) {
@@ -230,7 +230,7 @@ pub struct BlockQ8_0 {
     pub codes: [i8; 32],
 }
 
-impl Block for BlockQ8_0 {
+impl BlockLayout for BlockQ8_0 {
     const ELEMENTS: usize = 32;
 
     fn read(&self, values: &mut [f32]) {
@@ -255,7 +255,7 @@ pub struct BlockQ4K {
     pub nibbles: [u8; 128],
 }
 
-impl Block for BlockQ4K {
+impl BlockLayout for BlockQ4K {
     const ELEMENTS: usize = 256;
 
     fn read(&self, values: &mut [f32]) {
@@ -285,7 +285,7 @@ pub(crate) struct BlockQ5K {
     nibbles: [u8; 128],
 }
 
-impl Block for BlockQ5K {
+impl BlockLayout for BlockQ5K {
     const ELEMENTS: usize = 256;
 
     fn read(&self, values: &mut [f32]) {
@@ -329,7 +329,7 @@ pub struct BlockQ6K {
     pub d: [u8; 2],
 }
 
-impl Block for BlockQ6K {
+impl BlockLayout for BlockQ6K {
     const ELEMENTS: usize = 256;
 
     fn read(&self, values: &mut [f32]) {

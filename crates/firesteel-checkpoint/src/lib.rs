@@ -53,6 +53,7 @@ mod gguf;
 mod json;
 mod map;
 mod mistaken;
+mod os;
 mod random;
 mod safetensors;
 mod staged;
@@ -75,6 +76,7 @@ pub use gguf::{
 };
 pub use map::{FileIdentity, MappedFile, watch_lost_pages};
 pub use mistaken::mistaken_file;
+pub use os::write_all_at;
 pub use random::RandomWeights;
 pub use staged::{Replace, StagedFile, StagedFolder, remove_staged};
 pub use weight::Weight;

@@ -2,7 +2,6 @@ use crate::CheckpointError;
 use crate::json::require_regular;
 use firesteel_tensor::SharedBytes;
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -38,7 +37,9 @@ pub struct FileIdentity {
 }
 
 impl FileIdentity {
+    #[cfg(unix)]
     fn of(file: &std::fs::File) -> io::Result<Self> {
+        use std::os::unix::fs::MetadataExt;
         let metadata = file.metadata()?;
         let time = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
         Ok(Self {
@@ -47,6 +48,24 @@ impl FileIdentity {
             size: metadata.len(),
             modified: time(metadata.mtime(), metadata.mtime_nsec()),
             changed: time(metadata.ctime(), metadata.ctime_nsec()),
+        })
+    }
+
+    /// Files have no numbers here; when they were made stands for them.
+    #[cfg(not(unix))]
+    fn of(file: &std::fs::File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        let time = |time: std::time::SystemTime| {
+            let since = time.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+            i128::try_from(since.as_nanos()).unwrap_or(i128::MAX)
+        };
+        let made = time(metadata.created()?);
+        Ok(Self {
+            device: 0,
+            inode: (made & i128::from(u64::MAX)) as u64,
+            size: metadata.len(),
+            modified: time(metadata.modified()?),
+            changed: made,
         })
     }
 }

@@ -1,10 +1,9 @@
+use crate::os::{exchange, free_space, is_same_file, rename_new, sync_folder};
 use fs_err as fs;
-use rustix::fs::{CWD, RenameFlags, renameat_with};
 use std::ffi::{OsStr, OsString};
 use std::fs::TryLockError;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -192,8 +191,7 @@ impl StagedFolder {
         let exists = fs::symlink_metadata(&self.target).is_ok();
         if exists && self.replace {
             // The old folder takes the hidden name, under which `drop` removes it.
-            renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::EXCHANGE)
-                .map_err(|error| named(&self.target, error.into()))?;
+            exchange(&self.path, &self.target)?;
         } else {
             rename_new(&self.path, &self.target)?;
         }
@@ -212,12 +210,7 @@ impl Drop for StagedFolder {
 
 /// Refuses to write `bytes` bytes for `target` where the file system of `place` has less.
 pub(crate) fn require_space(place: &Path, target: &Path, bytes: u64) -> io::Result<()> {
-    // Some file systems do not tell, or tell nothing but zeros.
-    let Ok(system) = rustix::fs::statvfs(place) else { return Ok(()) };
-    let free = system.f_bavail.saturating_mul(system.f_frsize);
-    if system.f_blocks == 0 || bytes <= free {
-        return Ok(());
-    }
+    let Some(free) = free_space(place).filter(|free| bytes > *free) else { return Ok(()) };
     let message = format!(
         "{}: {bytes} bytes are needed, but only {free} are free on its file system; free some or \
          choose another place",
@@ -249,24 +242,11 @@ fn hidden_name(prefix: &OsStr) -> OsString {
     name
 }
 
-/// Renames to a name that nothing has, where the file system can promise it.
-fn rename_new(path: &Path, target: &Path) -> io::Result<()> {
-    match renameat_with(CWD, path, CWD, target, RenameFlags::NOREPLACE) {
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => fs::rename(path, target),
-        renamed => renamed.map_err(|error| named(target, error.into())),
-    }
-}
-
 fn sync_parent(target: &Path) -> io::Result<()> {
     match target.parent() {
-        Some(parent) => fs::File::open(parent)?.sync_all(),
+        Some(parent) => sync_folder(parent),
         None => Ok(()),
     }
-}
-
-/// An error with the path that it is about.
-fn named(path: &Path, error: io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 fn invalid(message: String) -> io::Error {
@@ -314,7 +294,7 @@ fn lock_abandoned(path: &Path) -> io::Result<Option<fs::File>> {
 fn is_named(file: &fs::File, path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        named => Ok(named?.ino() == file.metadata()?.ino()),
+        named => Ok(is_same_file(&named?, &file.metadata()?)),
     }
 }
 
@@ -345,7 +325,7 @@ fn sync_tree(folder: &Path) -> io::Result<()> {
             fs::File::open(entry.path())?.sync_all()?;
         }
     }
-    fs::File::open(folder)?.sync_all()
+    sync_folder(folder)
 }
 
 #[cfg(test)]

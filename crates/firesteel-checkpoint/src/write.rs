@@ -3,6 +3,7 @@
 use crate::config::CONFIG_FILE;
 use crate::family::{SlotKind, layer_name};
 use crate::folder::{INDEX, SINGLE};
+use crate::os::write_all_at;
 use crate::{
     Checkpoint, CheckpointError, Head, ModelConfig, RandomWeights, Replace, StagedFolder, Weight,
 };
@@ -12,7 +13,6 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, json};
 use std::collections::{BTreeMap, HashMap};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -210,12 +210,12 @@ impl Shard {
         let named = |e: std::io::Error| {
             std::io::Error::new(e.kind(), format!("{}: failed to write: {e}", path.display()))
         };
-        raw.write_all_at(&header, 0).map_err(named)?;
+        write_all_at(raw, &header, 0).map_err(named)?;
         // Positioned writes make the bytes independent of who writes them when.
         jobs.par_iter().try_for_each_init(Vec::new, |buffer: &mut Vec<u8>, job| {
             buffer.resize(job.count * job.weight.dtype().size(), 0);
             job.weight.convert(job.first, job.weight.dtype(), buffer)?;
-            raw.write_all_at(buffer, job.offset).map_err(named)?;
+            write_all_at(raw, buffer, job.offset).map_err(named)?;
             report(buffer.len() as u64);
             Ok::<(), CheckpointError>(())
         })?;

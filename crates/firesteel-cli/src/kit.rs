@@ -4,7 +4,7 @@
 //! next, and files are compared by name and step.
 
 use anyhow::{Context as _, bail};
-use firesteel_artifact::Document;
+use firesteel_artifact::JsonFormat;
 use firesteel_step::Encoding;
 use firesteel_tensor::{DType, Tensor, TensorView, element_count};
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use std::path::Path;
 /// Name of the description in a kit.
 pub(crate) const KIT: &str = "kit.json";
 /// How it is read.
-const DOCUMENT: Document = Document {
+const DOCUMENT: JsonFormat = JsonFormat {
     format: "firesteel-phone-kit",
     version: 1,
     limit: 16 << 20,

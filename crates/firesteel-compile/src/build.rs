@@ -50,7 +50,7 @@ pub struct CompileOptions {
 
 /// What the caller hears while it waits.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Progress<'a> {
+pub enum CompileProgress<'a> {
     /// Another process compiles, and is waited for.
     Waiting,
     /// A part begins.
@@ -100,7 +100,7 @@ pub fn compile(
     artifacts: &[Artifact],
     options: &CompileOptions,
     out: &Path,
-    report: &mut dyn FnMut(Progress<'_>),
+    report: &mut dyn FnMut(CompileProgress<'_>),
 ) -> Result<Compiled, CompileError> {
     let steps = step_names(artifacts)?;
     // Compilations hold gigabytes and share finished parts, so there is one at a time. The lock is
@@ -108,7 +108,7 @@ pub fn compile(
     fs::create_dir_all(&options.cache)?;
     let lock = fs::File::create(options.cache.join("lock"))?;
     if let Err(TryLockError::WouldBlock) = lock.file().try_lock() {
-        report(Progress::Waiting);
+        report(CompileProgress::Waiting);
         lock.file().lock()?;
     }
     let replace = if options.force { Replace::If(&CompiledManifest::owns) } else { Replace::Never };
@@ -138,7 +138,7 @@ pub fn compile(
             let job = PartJob { artifact, part, options, libraries: &libraries };
             let folder = job.folder();
             let done = folder.is_dir();
-            report(Progress::Part { name: &part.name, number, count, finished: done });
+            report(CompileProgress::Part { name: &part.name, number, count, finished: done });
             if !done {
                 job.compile(&folder, report)?;
             }
@@ -342,7 +342,7 @@ impl PartJob<'_> {
     fn compile(
         &self,
         folder: &Path,
-        report: &mut dyn FnMut(Progress<'_>),
+        report: &mut dyn FnMut(CompileProgress<'_>),
     ) -> Result<(), CompileError> {
         let staged = StagedFolder::create(folder, Replace::Never)?;
         let source = StagedFolder::create(&folder.with_added_extension("source"), Replace::Never)?;
@@ -350,12 +350,12 @@ impl PartJob<'_> {
         let models = [ContextModel { model, context: self.context() }];
         let mut request = self.options.request(&models, CpuNodes::Refused);
         request.account = true;
-        let mut heartbeat = |time, memory| report(Progress::Working { time, memory });
+        let mut heartbeat = |time, memory| report(CompileProgress::Working { time, memory });
         let failed = match compile_contexts(&request, staged.path(), &mut heartbeat) {
             Ok(outcome) => {
                 check_size(&self.part.name, staged.path(), &outcome, self.part.smaller())?;
                 staged.commit()?;
-                report(Progress::Done { time: outcome.time, memory: outcome.peak_memory });
+                report(CompileProgress::Done { time: outcome.time, memory: outcome.peak_memory });
                 return Ok(());
             }
             Err(error) => error,
@@ -569,18 +569,18 @@ impl SharedJob<'_> {
     fn compile(
         &self,
         folder: &Path,
-        report: &mut dyn FnMut(Progress<'_>),
+        report: &mut dyn FnMut(CompileProgress<'_>),
     ) -> Result<(), CompileError> {
         let staged = StagedFolder::create(folder, Replace::Never)?;
-        report(Progress::Part { name: SHARED, number: 1, count: 1, finished: false });
+        report(CompileProgress::Part { name: SHARED, number: 1, count: 1, finished: false });
         let mut request = self.options.request(self.models, CpuNodes::Refused);
         request.account = true;
         let outcome = compile_contexts(&request, staged.path(), &mut |time, memory| {
-            report(Progress::Working { time, memory });
+            report(CompileProgress::Working { time, memory });
         })?;
         let way = "compile the steps without --share-weights, or fewer layers at once";
         check_size(SHARED, staged.path(), &outcome, way)?;
-        report(Progress::Done { time: outcome.time, memory: outcome.peak_memory });
+        report(CompileProgress::Done { time: outcome.time, memory: outcome.peak_memory });
         staged.commit()?;
         Ok(())
     }

@@ -16,7 +16,7 @@ mod manifest;
 mod open;
 mod part;
 
-pub use build::{CompileOptions, Progress, compile, step_names};
+pub use build::{CompileOptions, CompileProgress, compile, step_names};
 pub use manifest::{
     COMPILED_VERSION, CompiledManifest, FileEntry, Libraries, Measured, PartEntry, PartRole,
     SharedEntry, StepEntry, Target,

@@ -1,5 +1,5 @@
 use crate::CompileError;
-use firesteel_artifact::{Document, EmbeddingEntry, MANIFEST, Manifest};
+use firesteel_artifact::{EmbeddingEntry, JsonFormat, MANIFEST, Manifest};
 use firesteel_check::audit::{Audit, Rule};
 use firesteel_ort::qnn::{Performance, Soc, compile_settings};
 use firesteel_ort::{QNN_SDK_VERSION, QNN_VERSION, find_library, library_version};
@@ -15,7 +15,7 @@ use std::path::Path;
 pub const COMPILED_VERSION: u32 = 3;
 
 /// How it is read.
-const DOCUMENT: Document = Document {
+const DOCUMENT: JsonFormat = JsonFormat {
     format: "firesteel-compiled",
     version: COMPILED_VERSION,
     limit: 256 << 20,

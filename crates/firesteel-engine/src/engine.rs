@@ -1,5 +1,5 @@
 use crate::attention::{Attention, Entries};
-use crate::math::{Gelu, NormGain, project, rms_norm, rotate, sigmoid, silu};
+use crate::math::{GeluKind, NormGain, project, rms_norm, rotate, sigmoid, silu};
 use crate::{EngineError, NAME, fit};
 use firesteel_checkpoint::{Activation, Checkpoint, LayerWeights, Slot, Weight};
 use firesteel_step::{
@@ -36,7 +36,7 @@ const MIN_ELEMENTS: usize = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EngineOptions {
     /// Form of the feed-forward activation.
-    pub gelu: Gelu,
+    pub gelu: GeluKind,
 }
 
 /// A model on the CPU: a shared checkpoint and the way it is computed. Clones share the weights.

@@ -49,7 +49,7 @@ pub use cpu::{
 };
 pub use embedding::CheckpointEmbedding;
 pub use engine::{Engine, EngineOptions, EngineRunner};
-pub use math::Gelu;
+pub use math::GeluKind;
 
 use firesteel_checkpoint::{CheckpointError, LayerKind, WeightFormat};
 use firesteel_kernels::KernelError;

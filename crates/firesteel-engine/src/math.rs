@@ -5,7 +5,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
 /// Form of the feed-forward activation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Gelu {
+pub enum GeluKind {
     /// x/2 · (1 + erf(x/√2)), the form the model was trained with.
     #[default]
     Exact,
@@ -15,7 +15,7 @@ pub enum Gelu {
     Sigmoid,
 }
 
-impl Gelu {
+impl GeluKind {
     /// The lower-case name, as in reports.
     pub const fn name(self) -> &'static str {
         match self {
@@ -168,13 +168,13 @@ mod tests {
     #[test]
     fn gelu_forms_have_their_known_values() {
         let cases = [
-            (Gelu::Exact, 1.0, 0.841_344_746_068_542_9),
-            (Gelu::Exact, -3.0, -0.004_049_694_098_126_998),
-            (Gelu::Exact, -40.0, 0.0),
-            (Gelu::Tanh, 1.0, 0.841_191_990_608_276_2),
-            (Gelu::Tanh, -40.0, 0.0),
-            (Gelu::Sigmoid, 1.0, 0.845_795_765_961_361_4),
-            (Gelu::Sigmoid, -1000.0, 0.0),
+            (GeluKind::Exact, 1.0, 0.841_344_746_068_542_9),
+            (GeluKind::Exact, -3.0, -0.004_049_694_098_126_998),
+            (GeluKind::Exact, -40.0, 0.0),
+            (GeluKind::Tanh, 1.0, 0.841_191_990_608_276_2),
+            (GeluKind::Tanh, -40.0, 0.0),
+            (GeluKind::Sigmoid, 1.0, 0.845_795_765_961_361_4),
+            (GeluKind::Sigmoid, -1000.0, 0.0),
         ];
         for (gelu, x, expected) in cases {
             let actual = gelu.apply(x);

@@ -45,7 +45,7 @@ mod options;
 mod step;
 mod weights;
 
-pub use lint::{Finding, linear_weight, lint};
+pub use lint::{LintFinding, linear_weight, lint};
 pub use options::{Dialect, ExportOptions, Gelu, Precision};
 pub use step::{HeadGraph, StepGraphs, WideTensors, build, head_rows, weight_of_shard};
 pub use weights::WeightSource;
@@ -85,7 +85,7 @@ pub enum ExportError {
         /// The dialect.
         dialect: Dialect,
         /// The first finding.
-        first: Finding,
+        first: LintFinding,
     },
 }
 

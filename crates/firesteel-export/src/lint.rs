@@ -7,7 +7,7 @@ use std::fmt;
 
 /// Something in a graph that its reader rejects or mistreats.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Finding {
+pub struct LintFinding {
     /// Name of the rule.
     pub rule: String,
     /// Node or value.
@@ -16,7 +16,7 @@ pub struct Finding {
     pub problem: String,
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for LintFinding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} at {}: {}", self.rule, self.place, self.problem)
     }
@@ -35,10 +35,10 @@ const MAXIMUM_RANK: usize = 5;
 /// is a constant of rank 2, quantized or not, and so are scales and zero points), `name` (plain
 /// ASCII, so that no reader renames it). For quantized operators also `unquantized`, `mixed`,
 /// `operands` and `weight`: what would run in floats without a word.
-pub fn lint(graph: &Graph, dialect: Dialect) -> Vec<Finding> {
+pub fn lint(graph: &Graph, dialect: Dialect) -> Vec<LintFinding> {
     let mut findings = Vec::new();
     let mut report = |rule: &str, place: &str, problem: String| {
-        findings.push(Finding { rule: rule.into(), place: place.into(), problem });
+        findings.push(LintFinding { rule: rule.into(), place: place.into(), problem });
     };
     for value in graph.values() {
         let integer = dialect == Dialect::Qnn && value.dtype.integer_range().is_some();

@@ -41,7 +41,7 @@ pub struct Entry {
 
 /// What was measured.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Measurement {
+pub struct KernelMeasurement {
     /// The shortest time of one product, quantization of the activations included, or of one
     /// operation.
     pub seconds: f64,
@@ -144,7 +144,7 @@ pub fn time(
     shape: Shape,
     repeats: usize,
     copies: usize,
-) -> Result<Measurement, KernelError> {
+) -> Result<KernelMeasurement, KernelError> {
     let Entry { format, isa } = entry;
     let Shape { m, k, n } = shape;
     let bytes = format.packed_bytes(n, k)?;
@@ -169,7 +169,7 @@ pub fn time(
     run(isa, &weights[0], &mut out)?;
     let mut expected = vec![0.0; m * n];
     run(Isa::named(Some("scalar"))?, &weights[0], &mut expected)?;
-    Ok(Measurement {
+    Ok(KernelMeasurement {
         seconds,
         bytes: bytes + size_of_val(x.as_slice()) + size_of_val(out.as_slice()),
         difference: difference(&expected, &out),
@@ -293,7 +293,7 @@ impl std::fmt::Display for Operation {
 
 /// What an operation is timed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Size {
+pub struct OperandSize {
     /// Heads and query tokens of attention.
     pub attention: AttentionShape,
     /// Cached entries that the last query sees; each query before it sees one less.
@@ -313,10 +313,10 @@ pub struct Size {
 pub fn time_operation(
     pool: &Pool,
     (operation, isa): (Operation, Isa),
-    size: Size,
+    size: OperandSize,
     repeats: usize,
     copies: usize,
-) -> Result<Measurement, KernelError> {
+) -> Result<KernelMeasurement, KernelError> {
     let mut subject = Subject::new(operation, size, copies.max(1))?;
     let mut seconds = f64::INFINITY;
     for repeat in 0..repeats.max(1) {
@@ -325,7 +325,7 @@ pub fn time_operation(
     subject.run(pool, isa, 0)?;
     let actual = subject.out.clone();
     subject.run(pool, Isa::named(Some("scalar"))?, 0)?;
-    Ok(Measurement {
+    Ok(KernelMeasurement {
         seconds,
         bytes: subject.bytes(),
         difference: difference(&subject.out, &actual),
@@ -335,7 +335,7 @@ pub fn time_operation(
 /// An operation and what it reads and writes.
 struct Subject {
     operation: Operation,
-    size: Size,
+    size: OperandSize,
     values: Vec<f32>,
     out: Vec<f32>,
     quantized: QuantizedRows,
@@ -389,8 +389,8 @@ impl Cache {
 }
 
 impl Subject {
-    fn new(operation: Operation, size: Size, copies: usize) -> Result<Self, KernelError> {
-        let Size { attention: shape, entries, rows, columns } = size;
+    fn new(operation: Operation, size: OperandSize, copies: usize) -> Result<Self, KernelError> {
+        let OperandSize { attention: shape, entries, rows, columns } = size;
         let mut random = Random(1);
         let mut units = |rows, columns| {
             let count = area("an operation", rows, columns)?;
@@ -434,7 +434,7 @@ impl Subject {
     }
 
     fn run(&mut self, pool: &Pool, isa: Isa, repeat: usize) -> Result<f64, KernelError> {
-        let Size { attention: shape, entries, rows, columns } = self.size;
+        let OperandSize { attention: shape, entries, rows, columns } = self.size;
         let (values, out) = (&self.values, &mut self.out);
         // What works in place starts from the same values.
         out.copy_from_slice(values);

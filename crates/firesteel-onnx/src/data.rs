@@ -2,10 +2,10 @@
 
 use crate::error::OnnxError;
 use crate::plan::{DataFile, Part};
+use firesteel_checkpoint::write_all_at;
 use firesteel_graph::Constant;
 use firesteel_tensor::Buffer;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -139,7 +139,7 @@ impl Chunk<'_> {
         let offset = self.part.offset.checked_add(self.start);
         offset
             .ok_or_else(|| io::Error::from(io::ErrorKind::FileTooLarge))
-            .and_then(|offset| self.file.file().write_all_at(bytes, offset))
+            .and_then(|offset| write_all_at(self.file.file(), bytes, offset))
             .map_err(|error| fail(format!("failed to write: {error}")))
     }
 }

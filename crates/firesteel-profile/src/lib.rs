@@ -57,7 +57,7 @@ pub use fit::{Fit, FitSelection, FittedRow, Term, TermFit, fit};
 pub use groups::{Group, GroupShare, Grouped};
 pub use import::{ImportedReport, REPORT_LIMIT, ReportFormat, import_report};
 pub use memory::{
-    ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryRequest, Plan, memory,
+    ContextMemory, GRAPH_LIMIT, GraphPart, KvElement, Memory, MemoryPlan, MemoryRequest, memory,
 };
 pub use operators::{OperatorTime, OperatorTimes, Provenance, Quantity};
 pub use report::{Axis, Document, Figure, Mark, Point, ReportInput, Series, Unit};

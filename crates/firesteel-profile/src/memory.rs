@@ -128,12 +128,12 @@ pub struct ContextMemory {
     /// `None` with caches in blocks, which no graph has.
     pub activation_bytes: Option<u64>,
     /// One for each format of the weights.
-    pub plans: Vec<Plan>,
+    pub plans: Vec<MemoryPlan>,
 }
 
 /// A model in one format of its weights, at one context.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Plan {
+pub struct MemoryPlan {
     /// Name of the format.
     pub weights: String,
     /// All weights, a tied table once.
@@ -213,7 +213,7 @@ fn at_context(request: &MemoryRequest<'_>, context: usize) -> Result<ContextMemo
         let total_bytes =
             weight_bytes.checked_add(kv_total).ok_or_else(|| overflow("weights and caches"))?;
         let split = split(weights, &layers);
-        plans.push(Plan {
+        plans.push(MemoryPlan {
             weights: name.clone(),
             weight_bytes,
             total_bytes,

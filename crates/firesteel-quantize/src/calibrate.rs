@@ -1,6 +1,6 @@
 use crate::names::{LOGITS, range_key};
 use crate::weights::Importance;
-use crate::{ChannelPeak, Method, Observer, QuantizeError, TensorRange};
+use crate::{ChannelPeak, Method, QuantizeError, RangeObserver, TensorRange};
 use firesteel_graph::{Evaluator, Graph, Op, ValueId};
 use firesteel_step::{Embedding, KvState, Role, StepOutputs, StepSpec};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -21,7 +21,7 @@ pub struct Calibrator<'a> {
     /// Tokens of a step.
     chunk: usize,
     stages: HashMap<usize, Stage>,
-    observers: BTreeMap<String, Observer>,
+    observers: BTreeMap<String, RangeObserver>,
     /// Names of the values that matrices are multiplied with.
     multiplied: BTreeSet<String>,
     /// Names of the values that norms square.
@@ -94,7 +94,7 @@ impl<'a> Calibrator<'a> {
             let mut tap = |id: ValueId, values: &[f64]| {
                 if let Some(Watched { key, width, channels, floor }) = stage.watched.get(&id) {
                     let observer = self.observers.entry(key.clone());
-                    let observer = observer.or_insert_with(|| Observer::new(*channels));
+                    let observer = observer.or_insert_with(|| RangeObserver::new(*channels));
                     observer.add(values, *width, *floor);
                 }
             };

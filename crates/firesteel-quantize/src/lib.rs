@@ -120,9 +120,9 @@ pub mod weights;
 
 pub use calibrate::{Calibrator, MakeStep};
 pub use compare::{Compared, Pair, compare};
-pub use observe::{Method, Observer};
+pub use observe::{Method, RangeObserver};
 pub use plan::{
-    Activations, KvFormat, MatrixName, MatrixPlan, Rounding, Scheme, SchemeOptions, ValueFormats,
+    Activations, GraphKv, MatrixName, MatrixPlan, Rounding, Scheme, SchemeOptions, ValueFormats,
     WeightWidth, plan,
 };
 pub use ranges::{ChannelPeak, RANGES_VERSION, Ranges, TensorRange, TextHash};

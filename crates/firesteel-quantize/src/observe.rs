@@ -41,7 +41,7 @@ const STEPS: usize = 64;
 /// Statistics of one value. Its memory depends on the value's channels, not on how much it sees,
 /// and what it holds does not depend on how the elements come in parts.
 #[derive(Debug, Clone)]
-pub struct Observer {
+pub struct RangeObserver {
     min: f64,
     max: f64,
     count: u64,
@@ -62,7 +62,7 @@ struct Histogram {
     counts: Vec<u64>,
 }
 
-impl Observer {
+impl RangeObserver {
     /// An observer that keeps `channels` apart: those of the last axis, or of the last axis in each
     /// of the equally large parts that the rows fall into, such as heads; 0 for none.
     pub fn new(channels: usize) -> Self {
@@ -229,11 +229,11 @@ mod tests {
     use super::*;
 
     /// Numbers all over [−1, 1], and two far away.
-    fn observed(parts: usize) -> Observer {
+    fn observed(parts: usize) -> RangeObserver {
         let mut values: Vec<f64> = (0..40_000).map(|i| f64::from(i) / 20_000.0 - 1.0).collect();
         values.insert(7, -1000.0);
         values.insert(30_000, 500.0);
-        let mut observer = Observer::new(0);
+        let mut observer = RangeObserver::new(0);
         for part in values.chunks(parts) {
             observer.add(part, part.len(), f64::NEG_INFINITY);
         }
@@ -269,21 +269,21 @@ mod tests {
     #[test]
     fn heads_have_channels_of_their_own() {
         // Two heads of two dimensions, first over three tokens and then over one.
-        let mut observer = Observer::new(4);
+        let mut observer = RangeObserver::new(4);
         let values = [1.0, -2.0, 3.0, 0.0, -1.0, 1.0, 10.0, 0.5, -20.0, 0.0, 5.0, -0.25];
         observer.add(&values, 2, f64::NEG_INFINITY);
         observer.add(&[0.0, 4.0, 1.0, 1.0], 2, f64::NEG_INFINITY);
         assert_eq!(observer.channels(), [3.0, 4.0, 20.0, 1.0]);
         assert_eq!(observer.channel_squares(), [11.0, 21.0, 526.0, 1.3125]);
         // Without heads every row has the same channels.
-        let mut observer = Observer::new(2);
+        let mut observer = RangeObserver::new(2);
         observer.add(&values, 2, f64::NEG_INFINITY);
         assert_eq!(observer.channels(), [20.0, 2.0]);
     }
 
     #[test]
     fn masked_scores_and_broken_numbers_are_kept_apart() {
-        let mut observer = Observer::new(2);
+        let mut observer = RangeObserver::new(2);
         observer.add(&[-10_000.0, 3.0, -4.0, -9_999.0], 2, -5000.0);
         assert_eq!(observer.extremes(), Some([-4.0, 3.0]));
         assert_eq!(observer.largest_row_square(), 16.0);

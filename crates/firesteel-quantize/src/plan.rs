@@ -48,7 +48,7 @@ impl Activations {
 /// Number format of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum KvFormat {
+pub enum GraphKv {
     /// Signed 16-bit integers with zero point 0.
     S16,
     /// Signed 8-bit integers with zero point 0.
@@ -59,7 +59,7 @@ pub enum KvFormat {
     F16,
 }
 
-impl fmt::Display for KvFormat {
+impl fmt::Display for GraphKv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::S16 => "s16",
@@ -101,10 +101,10 @@ impl Scheme {
     }
 
     /// The keys and values that go with the activations.
-    pub const fn kv(self) -> KvFormat {
+    pub const fn kv(self) -> GraphKv {
         match self {
-            Self::W8A8 => KvFormat::U8,
-            _ => KvFormat::S16,
+            Self::W8A8 => GraphKv::U8,
+            _ => GraphKv::S16,
         }
     }
 }
@@ -153,7 +153,7 @@ pub struct ValueFormats {
     /// That of most activations.
     pub activations: Activations,
     /// That of keys and values.
-    pub kv: KvFormat,
+    pub kv: GraphKv,
 }
 
 /// What is asked for.
@@ -161,7 +161,7 @@ pub struct SchemeOptions<'a> {
     /// The scheme.
     pub scheme: Scheme,
     /// Number format of keys and values; that of the scheme by default.
-    pub kv: Option<KvFormat>,
+    pub kv: Option<GraphKv>,
     /// The width of a matrix where it is not to be the scheme's.
     pub width: &'a dyn Fn(MatrixName<'_>) -> Option<WeightWidth>,
 }
@@ -184,7 +184,7 @@ impl SchemeOptions<'_> {
     /// When the processor has no product of such operands.
     pub fn formats(&self) -> Result<ValueFormats, QuantizeError> {
         let kv = self.kv.unwrap_or(self.scheme.kv());
-        if self.scheme.activations() == Activations::Eight && kv == KvFormat::S16 {
+        if self.scheme.activations() == Activations::Eight && kv == GraphKv::S16 {
             return Err(QuantizeError::Option {
                 option: "--kv",
                 value: kv.to_string(),

@@ -9,7 +9,7 @@ use crate::calibrate::moves;
 use crate::names::range_key;
 use crate::plan::{graphs, require_tags};
 use crate::weights::{QuantizedMatrix, WeightBits};
-use crate::{KvFormat, MatrixPlan, QuantizeError, Ranges, Rounding, ValueFormats, WeightWidth};
+use crate::{GraphKv, MatrixPlan, QuantizeError, Ranges, Rounding, ValueFormats, WeightWidth};
 use firesteel_artifact::QuantizedWeight;
 use firesteel_export::{Dialect, ExportError, HeadGraph, StepGraphs, WideTensors, lint};
 use firesteel_graph::{Constant, Graph, Node, Op, Part, Tag, ValueId};
@@ -300,7 +300,7 @@ struct Rewriter<'a> {
     spec: &'a StepSpec,
     ranges: RangeSource<'a>,
     activations: DType,
-    kv: KvFormat,
+    kv: GraphKv,
     matrices: &'a HashMap<(usize, &'a str), Matrix>,
     graph: Graph,
     states: HashMap<ValueId, State>,
@@ -325,7 +325,7 @@ impl Rewriter<'_> {
             let is_entry =
                 new.is_some_and(|t| matches!(t.role, Role::KeyNew(_) | Role::ValueNew(_)));
             let output = match state {
-                State::Integers(_, own) if is_entry && self.kv != KvFormat::F16 => {
+                State::Integers(_, own) if is_entry && self.kv != GraphKv::F16 => {
                     let encoding = self.entries.get(id).copied().unwrap_or(own);
                     ports.push(PortEncoding { name: name.clone(), encoding });
                     self.integers(*id, encoding)?
@@ -392,10 +392,10 @@ impl Rewriter<'_> {
         let of = |dtype| self.range(entry, dtype);
         let magnitude = |[low, high]: [f64; 2]| high.max(-low);
         Ok(Some(match self.kv {
-            KvFormat::S16 => symmetric(DType::I16, magnitude(of(DType::I16)?)),
-            KvFormat::S8 => symmetric(DType::I8, magnitude(of(DType::I8)?)),
-            KvFormat::U8 => asymmetric(DType::U8, of(DType::U8)?),
-            KvFormat::F16 => return Ok(None),
+            GraphKv::S16 => symmetric(DType::I16, magnitude(of(DType::I16)?)),
+            GraphKv::S8 => symmetric(DType::I8, magnitude(of(DType::I8)?)),
+            GraphKv::U8 => asymmetric(DType::U8, of(DType::U8)?),
+            GraphKv::F16 => return Ok(None),
         }))
     }
 
@@ -480,7 +480,7 @@ impl Rewriter<'_> {
     fn leaves_as_integers(&self, id: ValueId) -> bool {
         let name = &self.source.value(id).name;
         let port = self.spec.outputs.iter().find(|output| output.name == *name);
-        self.kv != KvFormat::F16
+        self.kv != GraphKv::F16
             && self.source.outputs().contains(&id)
             && port.is_some_and(|t| matches!(t.role, Role::KeyNew(_) | Role::ValueNew(_)))
     }

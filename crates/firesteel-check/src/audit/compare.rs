@@ -85,7 +85,7 @@ impl fmt::Display for Finding {
 
 /// Weights of one format.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WeightCount {
+pub struct FormatCount {
     /// Matrices.
     pub tensors: u64,
     /// Their elements.
@@ -98,7 +98,7 @@ pub struct Audit {
     /// Number of QNN operators of each type.
     pub qnn_ops: BTreeMap<String, usize>,
     /// Weight matrices by format, such as `int8 per channel`.
-    pub weights: BTreeMap<String, WeightCount>,
+    pub weights: BTreeMap<String, FormatCount>,
     /// Transposes of the graph that ONNX Runtime moved past other nodes, which changes no value.
     pub moved: Vec<String>,
     /// What the compiler planned for the device; `None` without its schematic.
@@ -596,8 +596,8 @@ fn weight(plan: &Plan<'_>, node: &Node, name: &str, op: &QnnOp, dump: &Dump) -> 
 }
 
 /// Constant matrices by format.
-fn weights(dump: &Dump) -> BTreeMap<String, WeightCount> {
-    let mut counts: BTreeMap<String, WeightCount> = BTreeMap::new();
+fn weights(dump: &Dump) -> BTreeMap<String, FormatCount> {
+    let mut counts: BTreeMap<String, FormatCount> = BTreeMap::new();
     let mut counted = HashSet::new();
     for op in dump.nodes.values() {
         if !matches!(&*op.kind, "FullyConnected" | "MatMul" | "Conv2d") {
@@ -721,7 +721,7 @@ mod tests {
     fn every_departure_is_found() {
         let good = listed(|_| {});
         assert_eq!((good.findings.len(), good.moved.len()), (0, 0));
-        assert_eq!(good.weights["f16"], WeightCount { tensors: 1, elements: 8 });
+        assert_eq!(good.weights["f16"], FormatCount { tensors: 1, elements: 8 });
 
         let found = |change: &dyn Fn(&mut serde_json::Value)| {
             let findings = listed(change).findings;

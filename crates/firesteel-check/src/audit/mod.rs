@@ -9,7 +9,7 @@ mod compare;
 mod dump;
 mod schematic;
 
-pub use compare::{Audit, Finding, Placement, Rule, WeightCount, audit};
+pub use compare::{Audit, Finding, FormatCount, Placement, Rule, audit};
 pub use dump::{Dump, QnnDataType, QnnOp, QnnTensor};
 pub use schematic::{NodeTraffic, Schematic, Traffic};
 

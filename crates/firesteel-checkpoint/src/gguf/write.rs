@@ -7,6 +7,7 @@ use super::tokenizer::{
 };
 use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, FORMATS, Gguf, GgufTokenizer, MAGIC, Type};
 use crate::family::Count;
+use crate::os::write_all_at;
 use crate::staged::StagedFile;
 use crate::{
     Checkpoint, CheckpointError, LayerKind, ModelConfig, Progress, Weight, WeightFormat, Yarn,
@@ -14,7 +15,6 @@ use crate::{
 use firesteel_tensor::DType;
 use rayon::prelude::*;
 use std::collections::{HashMap, HashSet};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -164,7 +164,7 @@ pub fn write_gguf<E: EncodeRows>(
     let total = end.next_multiple_of(DEFAULT_ALIGNMENT as u64);
     staged.require_space(total).map_err(io)?;
     file.set_len(total).map_err(io)?;
-    file.write_all_at(&header, 0).map_err(io)?;
+    write_all_at(file, &header, 0).map_err(io)?;
 
     let weight_bytes = sizes.iter().map(|bytes| *bytes as u64).sum();
     let done = AtomicU64::new(0);
@@ -173,7 +173,7 @@ pub fn write_gguf<E: EncodeRows>(
         .map_init(<(E::Room, Vec<u8>)>::default, |(room, out), job| {
             out.resize(job.length, 0);
             let told = encoder.encode(job.rows, room, out)?;
-            file.write_all_at(out, job.offset).map_err(io)?;
+            write_all_at(file, out, job.offset).map_err(io)?;
             let bytes = job.length as u64;
             progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, weight_bytes);
             Ok((job.rows.tensor, told))

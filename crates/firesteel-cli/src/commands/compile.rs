@@ -7,7 +7,9 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use firesteel_artifact::Artifact;
 use firesteel_check::audit::{Audit, Rule};
 use firesteel_checkpoint::cache_root;
-use firesteel_compile::{CompileOptions, Compiled, PartEntry, PartRole, Progress, Split, compile};
+use firesteel_compile::{
+    CompileOptions, CompileProgress, Compiled, PartEntry, PartRole, Split, compile,
+};
 use firesteel_model::PathKind;
 use firesteel_ort::qnn::{Performance, SOCS, Soc};
 use firesteel_profile::VTCM_BYTES;
@@ -134,19 +136,19 @@ impl Compile {
         }
         let mut part = String::new();
         let compiled = compile(&artifacts, &options, &self.out, &mut |progress| match progress {
-            Progress::Waiting => printer.talk("waiting for another process that compiles"),
-            Progress::Part { name, number, count, finished } => {
+            CompileProgress::Waiting => printer.talk("waiting for another process that compiles"),
+            CompileProgress::Part { name, number, count, finished } => {
                 part = format!("compiling {name} ({number} of {count}) for {}", soc.name);
                 bar.set_message(part.clone());
                 if finished {
                     printer.talk(&format!("{name} was compiled before"));
                 }
             }
-            Progress::Working { time, memory } => {
+            CompileProgress::Working { time, memory } => {
                 bar.set_message(format!("{part}: {} s, {}", time.as_secs(), mebibytes(memory)));
                 bar.tick();
             }
-            Progress::Done { time, memory } => {
+            CompileProgress::Done { time, memory } => {
                 let (seconds, memory) = (time.as_secs(), mebibytes(memory));
                 printer.talk(&format!("{part}: took {seconds} s and {memory} of memory"));
             }

@@ -201,8 +201,9 @@ fn mixed_widths_lose_no_more_than_those_of_llama_cpp() {
         assert!(own.decibels >= peer.decibels && own.kl <= peer.kl, "{own:?} {peer:?}");
         assert!(own.top1 >= peer.top1, "{own:?} {peer:?}");
     }
-    // Of conversations hardly a token in a hundred has another successor, and the KL divergence of so few
-    // is chance; `benches/qnn/tiny` compares it over eight times as many.
+    // Of conversations hardly a token in a hundred has another successor, nearly all of them near ties.
+    // Weights that are rounded for so little text keep the bar of their KL divergence by no means:
+    // `benches/qnn/tiny` holds it, with five times the text to round for.
     let [own, peer] = both(CHATS);
     assert!(own.decibels >= peer.decibels, "{own:?} {peer:?}");
 }

@@ -24,11 +24,11 @@
 use crate::EngineError;
 use firesteel_checkpoint::{
     Checkpoint, FileIdentity, MappedFile, StagedFile, Weight, WeightFormat, cache_root,
+    write_all_at,
 };
 use firesteel_kernels::{Format, PACKED_LAYOUT, PACKED_ROWS, pack};
 use firesteel_tensor::{Buffer, DType, SharedBytes};
 use fs_err as fs;
-use fs_err::os::unix::fs::FileExt;
 use rayon::prelude::*;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -432,7 +432,7 @@ impl Store<'_> {
         staged.require_space(length as u64)?;
         let file = staged.file();
         file.set_len(length as u64)?;
-        file.write_all_at(&header, 0)?;
+        write_all_at(file.file(), &header, 0)?;
         let mut pieces = Vec::new();
         for (weight, offset) in self.weights.iter().zip(offsets) {
             pieces.extend(weight.pieces()?.into_iter().map(|rows| (weight, offset, rows)));
@@ -446,7 +446,7 @@ impl Store<'_> {
                 }
                 let out = &mut buffer.bytes_mut()[..place.len()];
                 weight.pack(rows.clone(), out)?;
-                file.write_all_at(out, (offset + place.start) as u64)?;
+                write_all_at(file.file(), out, (offset + place.start) as u64)?;
                 Ok::<(), EngineError>(())
             },
         )?;
@@ -483,7 +483,7 @@ impl Store<'_> {
         let write = || {
             let staged = StagedFile::create(&self.index_path(identity), Some(|_| Ok(true)))?;
             let text = format!("{}{key:032x}\n", index_text(identity));
-            staged.file().write_all_at(text.as_bytes(), 0)?;
+            write_all_at(staged.file().file(), text.as_bytes(), 0)?;
             staged.commit()
         };
         let _ = write();

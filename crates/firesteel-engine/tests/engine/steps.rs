@@ -1,5 +1,5 @@
 use crate::support::{STEPS_F64, checkpoint, golden, vectors};
-use firesteel_engine::{Engine, EngineOptions, Gelu};
+use firesteel_engine::{Engine, EngineOptions, GeluKind};
 use firesteel_step::{CacheLayoutChoice, Logits, Role, Runner, StepInputs, StepOptions, StepSpec};
 use firesteel_tensor::{DType, Tensor};
 use firesteel_testing::{snr, values, widened};
@@ -9,7 +9,7 @@ use serde_json::Value;
 struct Case {
     name: String,
     options: StepOptions,
-    gelu: Gelu,
+    gelu: GeluKind,
 }
 
 fn cases() -> Vec<Case> {
@@ -32,9 +32,9 @@ fn cases() -> Vec<Case> {
             dtype: DType::F32,
         },
         gelu: match case["gelu"].as_str().unwrap() {
-            "exact" => Gelu::Exact,
-            "tanh" => Gelu::Tanh,
-            "sigmoid" => Gelu::Sigmoid,
+            "exact" => GeluKind::Exact,
+            "tanh" => GeluKind::Tanh,
+            "sigmoid" => GeluKind::Sigmoid,
             other => panic!("gelu {other}"),
         },
     };
@@ -109,7 +109,7 @@ fn forms_of_the_activation_are_told_apart() {
     let checkpoint = checkpoint("mini");
     let cases = cases();
     let case = cases.iter().find(|case| case.name == "auto_c20").unwrap();
-    for gelu in [Gelu::Tanh, Gelu::Sigmoid] {
+    for gelu in [GeluKind::Tanh, GeluKind::Sigmoid] {
         let engine = Engine::new(checkpoint.clone(), EngineOptions { gelu });
         run(&engine, case, DType::F32, |output, test| {
             if output == "logits" {

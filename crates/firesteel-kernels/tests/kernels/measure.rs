@@ -26,7 +26,7 @@ fn every_kernel_can_be_timed_and_agrees_with_scalar() {
 fn every_operation_can_be_timed_and_agrees_with_scalar() {
     let pool = pool(2);
     let attention = AttentionShape { heads: 4, kv_heads: 2, head_dim: 64, queries: 3 };
-    let size = measure::Size { attention, entries: 300, rows: 3, columns: 64 };
+    let size = measure::OperandSize { attention, entries: 300, rows: 3, columns: 64 };
     for operation in measure::Operation::ALL {
         assert_eq!(operation.isas()[0].name(), "scalar", "{operation}");
         for isa in operation.isas() {
@@ -47,7 +47,7 @@ fn every_operation_can_be_timed_and_agrees_with_scalar() {
     }
     // 63 columns, and 63 elements a head.
     let uneven = AttentionShape { head_dim: 63, ..attention };
-    let odd = measure::Size { columns: 63, attention: uneven, ..size };
+    let odd = measure::OperandSize { columns: 63, attention: uneven, ..size };
     for operation in measure::Operation::ALL {
         let timed = measure::time_operation(pool, (operation, Isa::available()[0]), odd, 1, 1);
         assert_eq!(timed.is_err(), operation.block_columns() > 1, "{operation}: {timed:?}");
@@ -55,7 +55,7 @@ fn every_operation_can_be_timed_and_agrees_with_scalar() {
     assert!(attention.check().is_ok());
     let three = AttentionShape { heads: 3, ..attention };
     assert!(matches!(three.check(), Err(KernelError::AttentionShape { heads: 3, .. })));
-    let odd = measure::Size { attention: three, ..size };
+    let odd = measure::OperandSize { attention: three, ..size };
     let attend = (measure::Operation::AttentionF32, Isa::available()[0]);
     assert!(measure::time_operation(pool, attend, odd, 1, 1).is_err());
 }

@@ -4,7 +4,6 @@ use crate::OrtError;
 use fs_err as fs;
 use std::ffi::OsString;
 use std::io::{Read, Seek, SeekFrom};
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -236,9 +235,21 @@ impl Drop for Worker {
 /// Time between two looks at a child.
 const INTERVAL: Duration = Duration::from_millis(20);
 
+/// The signal that ended a process.
+#[cfg(unix)]
+fn signal_of(status: ExitStatus) -> Option<i32> {
+    std::os::unix::process::ExitStatusExt::signal(&status)
+}
+
+/// The signal that ended a process: there are none here.
+#[cfg(not(unix))]
+fn signal_of(_: ExitStatus) -> Option<i32> {
+    None
+}
+
 /// How a process ended, as the rest of a sentence.
 pub(crate) fn ended(status: ExitStatus) -> String {
-    match (status.signal(), status.code()) {
+    match (signal_of(status), status.code()) {
         (Some(9), _) => "was killed; if nobody did it, the machine ran out of memory: set \
                          --memory-limit, or compile fewer layers at once (--split)"
             .to_owned(),

@@ -8,7 +8,6 @@ use fs_err as fs;
 use ort::logging::LogLevel;
 use ort::session::Session;
 use ort::session::builder::SessionBuilder;
-use rustix::process::{Resource, Rlimit};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -120,8 +119,11 @@ pub(crate) struct Ports {
 /// part of the answer.
 pub fn serve() -> Result<(), OrtError> {
     // A core file of gigabytes helps nobody; where the limit cannot be set, it is as it was.
-    let _ =
-        rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
+    #[cfg(unix)]
+    let _ = rustix::process::setrlimit(
+        rustix::process::Resource::Core,
+        rustix::process::Rlimit { current: Some(0), maximum: Some(0) },
+    );
     let missing = |problem: String| OrtError::Model { model: JOB.into(), reason: problem };
     let text = fs::read(JOB)?;
     let job: Job = serde_json::from_slice(&text).map_err(|error| missing(error.to_string()))?;
@@ -141,6 +143,9 @@ pub fn serve() -> Result<(), OrtError> {
             fs::write(REPLY, text)?;
             Ok(())
         }
+        #[cfg(not(unix))]
+        Job::Run(_) => Err(missing("the emulator is published for Linux alone".into())),
+        #[cfg(unix)]
         Job::Run(job) => {
             // The libraries print to standard output, so answers go to a copy of it and prints go
             // where the log is.

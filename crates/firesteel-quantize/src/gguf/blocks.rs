@@ -8,7 +8,7 @@
 //! always a candidate, so the error is never above that of plain rounding.
 
 use firesteel_checkpoint::WeightFormat;
-use firesteel_checkpoint::blocks::{Block, BlockQ4_0, BlockQ4K, BlockQ6K, BlockQ8_0};
+use firesteel_checkpoint::blocks::{BlockLayout, BlockQ4_0, BlockQ4K, BlockQ6K, BlockQ8_0};
 use half::f16;
 
 /// Formats that can be written.
@@ -33,7 +33,7 @@ pub(super) fn quantize(format: WeightFormat, values: &[f32], importance: &[f32],
     }
 }
 
-fn each<const N: usize, B: Block>(
+fn each<const N: usize, B: BlockLayout>(
     values: &[f32],
     importance: &[f32],
     out: &mut [u8],

@@ -22,7 +22,7 @@ use std::path::Path;
 
 /// The importance of each column of a matrix by the name of the weight: the mean square of what
 /// the column is multiplied with, or anything proportional to it.
-pub type Importance<'a> = &'a (dyn Fn(&str) -> Option<Vec<f32>> + Sync);
+pub type ColumnImportance<'a> = &'a (dyn Fn(&str) -> Option<Vec<f32>> + Sync);
 
 /// The format of a matrix by the name of the weight; `None` for that of the options.
 pub type Formats<'a> = &'a (dyn Fn(&str) -> Option<WeightFormat> + Sync);
@@ -37,8 +37,8 @@ pub struct GgufOptions<'a> {
     pub head: Option<WeightFormat>,
     /// Formats of single matrices. Norms are not asked for, and the gate is.
     pub formats: Option<Formats<'a>>,
-    /// Importance of the columns for quantizing; where there is none, all are equal.
-    pub importance: Option<Importance<'a>>,
+    /// ColumnImportance of the columns for quantizing; where there is none, all are equal.
+    pub importance: Option<ColumnImportance<'a>>,
     /// Name of the model in the metadata.
     pub name: Option<&'a str>,
     /// Whether an existing GGUF file is replaced. Any other existing file is an error.
@@ -206,7 +206,7 @@ impl Planned {
     }
 }
 
-/// Importance scaled to a mean of 1, and its mean before. No column counts for nothing, so that a column which the
+/// ColumnImportance scaled to a mean of 1, and its mean before. No column counts for nothing, so that a column which the
 /// calibration never saw keeps a meaning.
 fn checked_importance(given: Vec<f32>, columns: usize) -> Result<(Vec<f32>, f64), String> {
     const LEAST: f64 = 1e-4;

@@ -38,7 +38,7 @@ pub struct CalibrateRequest<'a> {
 
 /// What was learned.
 #[derive(Debug)]
-pub struct Calibration {
+pub struct LearnedRanges {
     /// The ranges.
     pub ranges: Ranges,
     /// Sequences that were run.
@@ -136,7 +136,7 @@ pub fn calibrate(
     wanted: &CalibrateRequest<'_>,
     warn: &mut dyn FnMut(&str),
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Calibration, QuantizeError> {
+) -> Result<LearnedRanges, QuantizeError> {
     if wanted.samples == 0 {
         return Err(request("--tokens and --samples: 1 or more is accepted"));
     }
@@ -226,7 +226,7 @@ pub fn calibrate(
         tensors: calibrator.ranges(wanted.method)?,
     };
     let squared = calibrator.squared().clone();
-    Ok(Calibration { ranges, sequences: sequences.len(), past_window, squared })
+    Ok(LearnedRanges { ranges, sequences: sequences.len(), past_window, squared })
 }
 
 /// The sequences that are run, spread evenly, so that every text has its share.
@@ -255,7 +255,7 @@ fn magnitude(range: &TensorRange) -> f64 {
     range.max.max(-range.min)
 }
 
-impl Calibration {
+impl LearnedRanges {
     /// The values that half precision cannot hold, the largest first.
     pub fn overflow(&self) -> Vec<Overflow> {
         let beyond = self.ranges.tensors.iter().filter(|(name, range)| {

@@ -5,7 +5,7 @@ use crate::weights::{
     round_nearest, with_columns,
 };
 use crate::{
-    KvFormat, MatrixName, MatrixPlan, Pair, QuantizeError, Quantized, RangeSource, Ranges, Scheme,
+    GraphKv, MatrixName, MatrixPlan, Pair, QuantizeError, Quantized, RangeSource, Ranges, Scheme,
     SchemeOptions, WeightWidth, compare, plan, quantize, stored_matrices,
 };
 use firesteel_artifact::{
@@ -44,7 +44,7 @@ impl Keep {
 
 /// Where the integers of matrices come from.
 #[derive(Debug, Clone, Copy)]
-pub enum WeightSource<'a> {
+pub enum IntegerSource<'a> {
     /// Scales searched for what the ranges say that columns meet, or plain rounding without ranges.
     Scales,
     /// Rounded for what the model meets in texts.
@@ -70,7 +70,7 @@ pub struct GraphRequest<'a> {
     /// Number formats.
     pub scheme: Scheme,
     /// Number format of keys and values; that of the scheme by default.
-    pub kv: Option<KvFormat>,
+    pub kv: Option<GraphKv>,
     /// Other widths; the last that fits counts.
     pub keep: &'a [Keep],
     /// What the 8-bit matrices of mixed widths have to keep to.
@@ -80,7 +80,7 @@ pub struct GraphRequest<'a> {
     /// SHA-256 of the file of the ranges, in hexadecimal.
     pub ranges_sha256: Option<&'a str>,
     /// Where the integers of matrices come from.
-    pub weights: WeightSource<'a>,
+    pub weights: IntegerSource<'a>,
 }
 
 /// In how many sequences there is one by which it is measured what each matrix costs, for mixed
@@ -212,7 +212,7 @@ pub fn quantize_step<'a>(
     let options = SchemeOptions { scheme, kv: wanted.kv, width: &width };
     let formats = options.formats()?;
     let plan = plan(&float, &options)?;
-    if let WeightSource::Artifact(artifact) = wanted.weights {
+    if let IntegerSource::Artifact(artifact) = wanted.weights {
         let narrow = |width| matches!(width, WeightWidth::Four | WeightWidth::Eight);
         let absent = plan
             .iter()
@@ -324,7 +324,7 @@ impl GraphRequest<'_> {
     fn check(&self) -> Result<(), QuantizeError> {
         let Self { scheme, ranges, budget, weights, .. } = *self;
         match (scheme, budget) {
-            (Scheme::Mixed, None) if !matches!(weights, WeightSource::Artifact(_)) => {
+            (Scheme::Mixed, None) if !matches!(weights, IntegerSource::Artifact(_)) => {
                 return Err(request("--scheme mixed needs --bits or --budget-db"));
             }
             (Scheme::Mixed, _) | (_, None) => {}
@@ -340,12 +340,12 @@ impl GraphRequest<'_> {
                     "the ranges are of the checkpoint; calibrate the artifact, or quantize that",
                 ))
             }
-            (Subject::Artifact(_), WeightSource::Scales) if budget.is_none() => Ok(()),
+            (Subject::Artifact(_), IntegerSource::Scales) if budget.is_none() => Ok(()),
             (Subject::Artifact(_), _) => Err(request(
                 "--text, --spread, --weights and --scheme mixed need the checkpoint, and this is \
                  an artifact",
             )),
-            (Subject::Checkpoint(_), WeightSource::Scales) if budget.is_some() => {
+            (Subject::Checkpoint(_), IntegerSource::Scales) if budget.is_some() => {
                 Err(request("--scheme mixed needs --text, to learn which matrices make most noise"))
             }
             (Subject::Checkpoint(_), _) => Ok(()),
@@ -372,12 +372,12 @@ impl GraphRequest<'_> {
         let mut known = Rounded::default();
         let Some(model) = model else { return Ok(known) };
         let (ids, most, quick) = match weights {
-            WeightSource::Scales => return Ok(known),
-            WeightSource::Artifact(artifact) => {
+            IntegerSource::Scales => return Ok(known),
+            IntegerSource::Artifact(artifact) => {
                 self.take_over(artifact, &mut known)?;
                 return Ok(known);
             }
-            WeightSource::Texts { ids, tokens, quick } => (ids, tokens, quick),
+            IntegerSource::Texts { ids, tokens, quick } => (ids, tokens, quick),
         };
         let bits = match scheme.weights() {
             WeightWidth::Four => WeightBits::Four,

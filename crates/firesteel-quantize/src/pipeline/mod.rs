@@ -9,10 +9,12 @@ mod calibrate;
 mod file;
 mod graph;
 
-pub use calibrate::{CalibrateRequest, Calibration, Outlier, Overflow, calibrate, sequence_length};
+pub use calibrate::{
+    CalibrateRequest, LearnedRanges, Outlier, Overflow, calibrate, sequence_length,
+};
 pub use file::{FileBits, FileRequest, QuantizedFile, quantize_file};
 pub use graph::{
-    GraphReport, GraphRequest, GraphWrite, Keep, QuantizedStep, ValueReport, WeightSource,
+    GraphReport, GraphRequest, GraphWrite, IntegerSource, Keep, QuantizedStep, ValueReport,
     quantize_step,
 };
 

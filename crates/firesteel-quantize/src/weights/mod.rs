@@ -21,7 +21,7 @@ pub use follow::{LayerOptions, round_layers};
 pub use gram::Gram;
 pub use model::{ModelOptions, QuantizedModel, Widths, quantize_model};
 pub use output_error::OutputError;
-pub use plan::{Budget, Choice, Plan, plan};
+pub use plan::{Budget, Choice, WidthPlan, plan};
 pub use round::round_for_output;
 pub use scores::{ScoreRows, round_for_scores};
 pub use texts::spread_over;

@@ -1,8 +1,8 @@
 use super::follow::{LayerOptions, Texts, round};
 use super::texts::{logits, spread_over, token_weights};
 use super::{
-    Budget, Choice, Gram, OutputError, Plan, QuantizedMatrix, ScoreRows, WeightBits, WeightError,
-    plan, round_for_output, round_nearest,
+    Budget, Choice, Gram, OutputError, QuantizedMatrix, ScoreRows, WeightBits, WeightError,
+    WidthPlan, plan, round_for_output, round_nearest,
 };
 use firesteel_checkpoint::{Checkpoint, LayerWeights, Weight};
 use firesteel_engine::Calibration;
@@ -48,7 +48,7 @@ pub struct QuantizedModel {
     /// By the names in `model`: the matrices of all layers but the small ones, and the head.
     pub matrices: BTreeMap<String, QuantizedMatrix>,
     /// Their widths.
-    pub plan: Plan,
+    pub plan: WidthPlan,
     /// Signal to noise of the logits in dB that mixed widths were expected to have, where their
     /// noise is what they were chosen by.
     pub expected: Option<f64>,

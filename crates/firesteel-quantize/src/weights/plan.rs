@@ -33,7 +33,7 @@ pub enum Budget {
 
 /// The width of every matrix.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
+pub struct WidthPlan {
     /// By the name of the matrix.
     pub widths: HashMap<String, WeightBits>,
     /// Bits for each weight on average, the scales of the rows included.
@@ -46,7 +46,7 @@ pub struct Plan {
 ///
 /// # Errors
 /// When 4 bits for all are more than the budget, or 8 bits for all do too much harm.
-pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
+pub fn plan(choices: &[Choice], budget: Budget) -> Result<WidthPlan, WeightError> {
     let weights = |choice: &Choice| choice.rows as f64 * choice.columns as f64;
     let all: f64 = choices.iter().map(weights).sum::<f64>().max(1.0);
     let widths = [WeightBits::Four, WeightBits::Eight];
@@ -83,7 +83,7 @@ pub fn plan(choices: &[Choice], budget: Budget) -> Result<Plan, WeightError> {
         return Err(WeightError::Budget { asked, extreme, reached });
     }
     let named = choices.iter().zip(at).map(|(choice, at)| (choice.name.clone(), widths[at.min(1)]));
-    Ok(Plan { widths: named.collect(), bits, harm })
+    Ok(WidthPlan { widths: named.collect(), bits, harm })
 }
 
 #[cfg(test)]

@@ -214,6 +214,7 @@ fn settle(folder: &tempfile::TempDir, rest: Duration) -> anyhow::Result<()> {
     #[cfg(not(any(target_os = "linux", target_os = "android")))]
     {
         let _ = folder;
+        #[cfg(unix)]
         rustix::fs::sync();
     }
     let start = Instant::now();

@@ -3,7 +3,7 @@ use crate::printer::{Printer, table};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use firesteel_kernels::measure::{
-    Measurement, Operation, Shape, Size, kernels, read_bandwidth, time, time_operation,
+    KernelMeasurement, OperandSize, Operation, Shape, kernels, read_bandwidth, time, time_operation,
 };
 use firesteel_kernels::{AttentionShape, Isa, Pool};
 use serde::Serialize;
@@ -92,22 +92,23 @@ impl BenchKernels {
             read_bandwidth_bytes_per_second: bandwidth,
             kernels: Vec::new(),
         };
-        let mut add = |format: String, isa: Isa, flops: Option<usize>, measured: Measurement| {
-            let scalar = report
-                .kernels
-                .iter()
-                .rfind(|kernel| kernel.format == format && kernel.isa == "scalar");
-            let scalar = scalar.map_or(measured.seconds, |kernel| kernel.seconds);
-            report.kernels.push(Kernel {
-                format,
-                isa: isa.name().into(),
-                seconds: measured.seconds,
-                against_scalar: scalar / measured.seconds,
-                of_bandwidth: measured.bytes as f64 / measured.seconds / bandwidth,
-                gflops: flops.map(|flops| flops as f64 / measured.seconds / 1e9),
-                difference: measured.difference,
-            });
-        };
+        let mut add =
+            |format: String, isa: Isa, flops: Option<usize>, measured: KernelMeasurement| {
+                let scalar = report
+                    .kernels
+                    .iter()
+                    .rfind(|kernel| kernel.format == format && kernel.isa == "scalar");
+                let scalar = scalar.map_or(measured.seconds, |kernel| kernel.seconds);
+                report.kernels.push(Kernel {
+                    format,
+                    isa: isa.name().into(),
+                    seconds: measured.seconds,
+                    against_scalar: scalar / measured.seconds,
+                    of_bandwidth: measured.bytes as f64 / measured.seconds / bandwidth,
+                    gflops: flops.map(|flops| flops as f64 / measured.seconds / 1e9),
+                    difference: measured.difference,
+                });
+            };
         let copies = |bytes: usize| COLD_BYTES.div_ceil(bytes.max(1)).clamp(1, self.repeats.max(1));
         for entry in kernels() {
             if k % entry.format.block_columns() != 0 {
@@ -123,7 +124,7 @@ impl BenchKernels {
             add(entry.format.to_string(), entry.isa, Some(2 * m * k * n), measured);
         }
         for operation in Operation::ALL {
-            let size = Size { attention, entries: self.entries, rows: m, columns: k };
+            let size = OperandSize { attention, entries: self.entries, rows: m, columns: k };
             let attends = operation.is_attention();
             let copies = if attends { copies(8 * self.entries * kv_heads * head_dim) } else { 1 };
             let (what, count) =

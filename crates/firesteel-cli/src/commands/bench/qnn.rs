@@ -18,7 +18,7 @@ use firesteel_model::ModelShape;
 use firesteel_ort::qnn::{Performance, Soc};
 use firesteel_quantize::weights::round_nearest;
 use firesteel_quantize::{
-    KvFormat, RangeSource, Scheme, SchemeOptions, ValueFormats, plan, quantize,
+    GraphKv, RangeSource, Scheme, SchemeOptions, ValueFormats, plan, quantize,
 };
 use firesteel_step::{CacheLayoutChoice, Logits};
 use firesteel_tensor::DType;
@@ -98,7 +98,7 @@ enum Form {
     /// Half precision in the portable dialect, whose norms are decomposed.
     Decomposed,
     /// 8-bit weights, 16-bit activations, and such keys and values.
-    Integers(KvFormat),
+    Integers(GraphKv),
 }
 
 impl Spelling {
@@ -146,16 +146,16 @@ impl BenchQnn {
         let full = |kv| case(Full, Roll, Form::Integers(kv));
         let normed =
             |form| if windows { case(Sliding, Ring, form) } else { case(Full, Roll, form) };
-        let rolled = |layout| case(Sliding, layout, Form::Integers(KvFormat::S16));
+        let rolled = |layout| case(Sliding, layout, Form::Integers(GraphKv::S16));
         let mut compared = Vec::new();
         if windows {
             compared.push(("ring / roll", rolled(Ring), rolled(Roll)));
         }
         compared.extend([
             ("norms fused / decomposed", normed(Form::Half), normed(Form::Decomposed)),
-            ("s16 / f16 keys and values", full(KvFormat::S16), full(KvFormat::F16)),
-            ("s8 / s16 keys and values", full(KvFormat::S8), full(KvFormat::S16)),
-            ("u8 / s16 keys and values", full(KvFormat::U8), full(KvFormat::S16)),
+            ("s16 / f16 keys and values", full(GraphKv::S16), full(GraphKv::F16)),
+            ("s8 / s16 keys and values", full(GraphKv::S8), full(GraphKv::S16)),
+            ("u8 / s16 keys and values", full(GraphKv::U8), full(GraphKv::S16)),
         ]);
         let mut spellings: Vec<Spelling> = Vec::new();
         for spelling in compared.iter().flat_map(|(_, after, before)| [*before, *after]) {
@@ -278,7 +278,7 @@ fn is_norm(node: &NodeTraffic) -> bool {
 fn integers(
     checkpoint: &Checkpoint,
     options: &ExportOptions,
-    kv: KvFormat,
+    kv: GraphKv,
     folder: &Path,
 ) -> anyhow::Result<Artifact> {
     let scheme = Scheme::W8A16;

@@ -14,11 +14,11 @@ use firesteel_export::{Dialect, Precision};
 use firesteel_generate::AddedTokens;
 use firesteel_model::Model;
 use firesteel_quantize::pipeline::{
-    GraphReport, GraphRequest, GraphWrite, Keep, QuantizedStep, Subject, ValueReport, WeightSource,
-    quantize_step, refuse_seen,
+    GraphReport, GraphRequest, GraphWrite, IntegerSource, Keep, QuantizedStep, Subject,
+    ValueReport, quantize_step, refuse_seen,
 };
 use firesteel_quantize::weights::Budget;
-use firesteel_quantize::{KvFormat, Ranges, Scheme, WeightWidth};
+use firesteel_quantize::{GraphKv, Ranges, Scheme, WeightWidth};
 use glob::Pattern;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -135,12 +135,12 @@ enum Kv {
 }
 
 impl Kv {
-    fn format(self) -> KvFormat {
+    fn format(self) -> GraphKv {
         match self {
-            Self::S16 => KvFormat::S16,
-            Self::S8 => KvFormat::S8,
-            Self::U8 => KvFormat::U8,
-            Self::F16 => KvFormat::F16,
+            Self::S16 => GraphKv::S16,
+            Self::S8 => GraphKv::S8,
+            Self::U8 => GraphKv::U8,
+            Self::F16 => GraphKv::F16,
         }
     }
 }
@@ -205,15 +205,15 @@ impl QuantizeGraph {
         let (texts, taken);
         let weights = if let Some(folder) = &self.weights {
             taken = Artifact::open(folder)?;
-            WeightSource::Artifact(&taken)
+            IntegerSource::Artifact(&taken)
         } else if let Some(count) = self.spread {
             texts = vec![spread_ids(Spread::Calibration, count, config.vocab_size)?];
-            WeightSource::Texts { ids: &texts, tokens: usize::MAX, quick: self.quick }
+            IntegerSource::Texts { ids: &texts, tokens: usize::MAX, quick: self.quick }
         } else if !self.text.is_empty() {
             texts =
                 texts_of(&self.text, &source, "--text needs the model's tokenizer; see --spread")?;
             let tokens = self.text_tokens.unwrap_or(TEXT_TOKENS);
-            WeightSource::Texts { ids: &texts, tokens, quick: self.quick }
+            IntegerSource::Texts { ids: &texts, tokens, quick: self.quick }
         } else {
             if scheme.weights() == WeightWidth::Four
                 && self.budget().is_none()
@@ -221,7 +221,7 @@ impl QuantizeGraph {
             {
                 printer.warn("--text makes better weights of 4 bits than a search of scales");
             }
-            WeightSource::Scales
+            IntegerSource::Scales
         };
         let ranges_sha256 = match &self.ranges {
             Some(file) => Some(sha256(&fs_err::read(file)?)),
