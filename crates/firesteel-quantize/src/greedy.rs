@@ -1,5 +1,5 @@
-//! Greedy bit allocation by marginal return (Shoham and Gersho, 1988): which of several things are made
-//! larger, if only so much is to be had.
+//! Greedy bit allocation by marginal return (Fox, Discrete optimization via marginal analysis, 1966):
+//! which of several things are made larger, if only so much is to be had.
 
 /// A size that a thing can have.
 #[derive(Debug, Clone, Copy, PartialEq)]
