@@ -37,7 +37,7 @@ pub struct GgufOptions<'a> {
     pub head: Option<WeightFormat>,
     /// Formats of single matrices. Norms are not asked for, and the gate is.
     pub formats: Option<Formats<'a>>,
-    /// ColumnImportance of the columns for quantizing; where there is none, all are equal.
+    /// Importance of the columns for quantizing; where there is none, all are equal.
     pub importance: Option<ColumnImportance<'a>>,
     /// Name of the model in the metadata.
     pub name: Option<&'a str>,
@@ -206,7 +206,7 @@ impl Planned {
     }
 }
 
-/// ColumnImportance scaled to a mean of 1, and its mean before. No column counts for nothing, so that a column which the
+/// Importance scaled to a mean of 1, and its mean before. No column counts for nothing, so that a column which the
 /// calibration never saw keeps a meaning.
 fn checked_importance(given: Vec<f32>, columns: usize) -> Result<(Vec<f32>, f64), String> {
     const LEAST: f64 = 1e-4;
